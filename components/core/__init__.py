@@ -1,0 +1,1 @@
+"""Configuration, errors, files and machine facts shared by every other package."""

@@ -1,0 +1,31 @@
+"""Where everything lies, relative to the project's root. DVC's dvc.yaml names the same paths; a test compares them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+RAW = Path("data/raw")
+RAW_CHAT = RAW / "chat.json"
+RAW_MISSPELLINGS = RAW / "misspellings.txt"
+PROMPTS = Path("data/prompts/prompts.parquet")
+TEMPLATES = Path("data/prompts/templates.json")
+DISTILLED = Path("data/distilled")
+ANSWERS = DISTILLED / "answers.parquet"
+FEATURES = DISTILLED / "features"
+DISTILLED_SUMMARY = DISTILLED / "summary.json"
+
+BACKBONE = Path("models/backbone")
+HEAD = Path("models/head")
+BUNDLE = Path("models/bundle")
+
+REPORTS = Path("models/reports")
+CONTRACTS = REPORTS / "contracts"
+DATA_DOCS = REPORTS / "data_docs"
+TRAINING_REPORT = REPORTS / "training.json"
+EVALUATION_REPORT = REPORTS / "evaluation.json"
+EXPORT_REPORT = REPORTS / "export.json"
+VERIFICATION_REPORT = REPORTS / "verification.json"
+BENCHMARK_REPORT = REPORTS / "benchmark" / "local.json"
+GATE_REPORT = REPORTS / "gate.json"
+
+WORK = Path(".work")  # half-finished work that a killed stage picks up again; never a DVC output

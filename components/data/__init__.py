@@ -1,0 +1,1 @@
+"""From public packages to prompts: sources, recipes, splits, templates and data contracts."""

@@ -1,0 +1,1 @@
+"""The draft-verify loop, stop rules and acceptance metrics; no torch, no onnxruntime."""

@@ -1,0 +1,26 @@
+"""Prompt lookup: the model-free drafter every head is measured against (Saxena 2023, prompt-lookup-decoding)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PromptLookup:
+    """Propose what followed the most recent earlier occurrence of the last words.
+
+    Args:
+        longest_ngram: tokens of context matched at first; shorter runs are tried down to one.
+    """
+
+    def __init__(self, longest_ngram: int) -> None:
+        self.longest_ngram = longest_ngram
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Up to ``limit`` tokens, or none when the context never occurred before."""
+        context = list(tokens)
+        for size in range(min(self.longest_ngram, len(context) - 1), 0, -1):
+            wanted = context[-size:]
+            for start in range(len(context) - size - 1, -1, -1):
+                if context[start : start + size] == wanted:
+                    return context[start + size : start + size + limit]
+        return []

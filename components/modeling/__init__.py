@@ -1,0 +1,1 @@
+"""Everything that needs torch: the frozen backbone, distillation, the MTP head and its training."""

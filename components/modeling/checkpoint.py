@@ -1,0 +1,66 @@
+"""Checkpoints of a training run, in safetensors and JSON.
+
+Owns what "resume" means: weights, AdamW moments, the step reached (data order and schedule follow from it) and the
+figures so far. Training draws no random numbers after its first step but the order of the batches, which is a function of (seed, epoch), so no
+generator state is kept. It refuses a checkpoint made from other data or parameters: the key in its folder's name differs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from components.core.files import atomic_path
+
+CHECKPOINT_FILE = "checkpoint.safetensors"
+
+
+@dataclass
+class Progressed:
+    """How far a run has come.
+
+    Attributes:
+        step: optimizer steps done.
+        figures: anything JSON can hold that the run has to remember.
+    """
+
+    step: int = 0
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def save_checkpoint(folder: Path, head: nn.Module, optimizer: torch.optim.Optimizer, progressed: Progressed) -> None:
+    """Write one file, atomically; it replaces the one before."""
+    tensors = {}
+    for name, parameter in head.named_parameters():
+        tensors[f"weight.{name}"] = parameter.detach().contiguous()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{key}.{name}"] = value.detach().contiguous()
+    metadata = {"step": str(progressed.step), "figures": json.dumps(progressed.figures)}
+    with atomic_path(folder / CHECKPOINT_FILE) as temporary:
+        save_file(tensors, temporary, metadata=metadata)
+
+
+def load_checkpoint(folder: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> Progressed:
+    """Restore weights and moments in place; a missing or damaged checkpoint starts the run anew."""
+    path = folder / CHECKPOINT_FILE
+    if not path.exists():
+        return Progressed()
+    try:
+        with safe_open(path, framework="pt") as stored:
+            metadata = stored.metadata()
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - safe_open has no __iter__
+    except (SafetensorError, OSError):
+        return Progressed()
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.copy_(tensors[f"weight.{name}"])
+            keys = ("step", "exp_avg", "exp_avg_sq")
+            optimizer.state[parameter] = {key: tensors[f"{key}.{name}"].clone() for key in keys}
+    return Progressed(int(metadata["step"]), json.loads(metadata["figures"]))

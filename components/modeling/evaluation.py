@@ -1,0 +1,78 @@
+"""Evaluation on held-out prompts: live acceptance and token-exact comparison, with intervals.
+
+Owns the rows of evaluation.json and the workers that fill them, one prompt at a time, one thread per process. Its
+figures hold for torch float32 on one thread and are never reported for another numeric mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from components.core.parallel import map_processes
+from components.data.prompts import Prompt, read_templates
+from components.decoding.metrics import add_up, bootstrap_interval, echo_rate
+from components.modeling.backbone import load_backbone
+from components.modeling.head import MTPHead
+from components.modeling.live import Comparison, LiveEvaluator
+from components.modeling.session import TorchHead
+
+_worker: tuple[LiveEvaluator, TorchHead, int] | None = None
+
+
+def _start_worker(backbone: Path, head: Path, templates: Path, max_length: int, draft_length: int) -> None:
+    global _worker
+    torch.set_num_threads(1)
+    decode = Tokenizer.from_file(str(backbone / "tokenizer.json")).decode
+    evaluator = LiveEvaluator(load_backbone(backbone), [], read_templates(templates), decode, max_length)
+    _worker = (evaluator, TorchHead(MTPHead.from_pretrained(head), evaluator.session), draft_length)
+
+
+def _compare(prompt: Prompt) -> Comparison:
+    if _worker is None:
+        raise RuntimeError("the worker was not started")
+    evaluator, drafter, draft_length = _worker
+    return evaluator.compare(prompt, drafter, draft_length)
+
+
+def compare_prompts(
+    prompts: Sequence[Prompt],
+    backbone: Path,
+    head: Path,
+    templates: Path,
+    max_length: int,
+    draft_length: int,
+    processes: int,
+) -> Iterator[Comparison]:
+    """Decode every prompt plainly and with drafts, in ``processes`` single-threaded processes."""
+    arguments = (backbone, head, templates, max_length, draft_length)
+    yield from map_processes(_compare, prompts, processes, _start_worker, arguments)
+
+
+def evaluation_row(
+    task: str, results: Sequence[Comparison], draft_length: int, samples: int, seed: int
+) -> dict[str, Any]:
+    """One row of evaluation.json; ``results`` in a fixed order, so that intervals are reproducible."""
+    counts = [result.counts for result in results]
+    total = add_up(counts, draft_length)
+    mismatches = [asdict(result.mismatch) for result in results if result.mismatch is not None]
+    tau = total.acceptance_length
+    low, high = bootstrap_interval(counts, samples, seed)
+    return {
+        "task": task,
+        "prompts": len(results),
+        "tokens": sum(len(result.answer) for result in results),
+        "exact_match": 1.0 - len(mismatches) / len(results),
+        "mismatches": mismatches,
+        "acceptance_length": tau,
+        "acceptance_length_interval": [low, high],
+        "extra_tokens_per_pass": tau - 1.0,
+        "conditional_acceptance": total.conditional,
+        "drafts_reached": list(total.reached),
+        "echo_rate": sum(echo_rate(r.prompt.prompt_ids, r.answer) for r in results) / len(results),
+    }

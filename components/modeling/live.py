@@ -1,0 +1,130 @@
+"""Live decoding with a head in torch: the only source of acceptance figures during training and evaluation.
+
+Owns the pairing of each prompt's greedy reference with its drafted run. It refuses to go on when no draft is ever
+proposed or none accepted: near-zero acceptance has always been a wiring fault, never a bad head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from components.core.errors import UserError
+from components.core.manifest import TaskPrompt
+from components.data.prompts import Prompt
+from components.decoding.loop import Drafter, Round, decode_greedy, decode_with_drafts
+from components.decoding.metrics import Acceptance, add_up, count_rounds, first_mismatch
+from components.decoding.stopping import Answer, StopRule
+from components.modeling.backbone import Backbone
+from components.modeling.equality import top2_margin
+from components.modeling.head import MTPHead
+from components.modeling.session import TorchBackbone, TorchHead
+
+WIRING_ALARM_BELOW = 0.02  # conditional acceptance of the first draft
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """First token at which a drafted answer left the greedy one; ``top2_margin`` in logits, of the greedy pass."""
+
+    prompt_id: str
+    position: int
+    reference: int | None
+    got: int | None
+    top2_margin: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt decoded plainly and with drafts."""
+
+    prompt: Prompt
+    answer: tuple[int, ...]
+    counts: Acceptance
+    mismatch: Mismatch | None
+
+
+def check_wiring(counts: Acceptance, where: str) -> None:
+    """Raise when the head drafts nothing or nothing it drafts is right.
+
+    Raises:
+        UserError: acceptance of the first draft is near zero.
+    """
+    proposed = counts.reached[0] if counts.reached else 0
+    share = counts.conditional[0] if proposed else 0.0
+    if share < WIRING_ALARM_BELOW and counts.passes:
+        raise UserError(
+            f"wiring alarm in {where}: drafts are (almost) never accepted",
+            f"{counts.accepted[0] if proposed else 0} of {proposed} first drafts accepted",
+            "check hidden state, token pairing, embedding scale, concatenation order and kv_layers",
+        )
+
+
+class LiveEvaluator:
+    """Decodes prompts with torch, one at a time.
+
+    Args:
+        backbone: the frozen model.
+        prompts: prompts to choose from; the first ones of each task are used.
+        tasks: stop rules.
+        decode: token ids to text.
+        max_length: rows of the cache.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prompts: Sequence[Prompt],
+        tasks: Mapping[str, TaskPrompt],
+        decode: Callable[[Sequence[int]], str],
+        max_length: int,
+    ) -> None:
+        self.session = TorchBackbone(backbone, max_length)
+        self.prompts, self.tasks, self.decode = list(prompts), tasks, decode
+
+    def chosen(self, limit: int) -> list[Prompt]:
+        """The first ``limit`` prompts of each task."""
+        return [prompt for task in self.tasks for prompt in [p for p in self.prompts if p.task == task][:limit]]
+
+    def acceptance(self, head: MTPHead, draft_length: int, limit: int) -> dict[str, float]:
+        """Extra tokens per pass, per task and overall, and conditional acceptance per depth."""
+        drafter, parts = TorchHead(head, self.session), {}
+        for prompt in self.chosen(limit):
+            _, rounds = self.drafted(prompt, drafter, draft_length)
+            parts.setdefault(prompt.task, []).append(count_rounds(rounds, draft_length))
+        figures = {
+            f"extra_tokens_per_pass/{task}": add_up(counts, draft_length).acceptance_length - 1
+            for task, counts in parts.items()
+        }
+        overall = add_up([count for counts in parts.values() for count in counts], draft_length)
+        figures["extra_tokens_per_pass"] = overall.acceptance_length - 1
+        for depth, share in enumerate(overall.conditional, start=1):
+            figures[f"conditional_acceptance_depth_{depth}"] = share
+        return figures
+
+    def drafted(self, prompt: Prompt, drafter: Drafter, draft_length: int) -> tuple[Answer, list[Round]]:
+        """Decode with drafts."""
+        answer = self._new_answer(prompt)
+        return answer, list(decode_with_drafts(self.session, drafter, prompt.prompt_ids, answer, draft_length))
+
+    def compare(self, prompt: Prompt, drafter: Drafter, draft_length: int) -> Comparison:
+        """Decode plainly and with drafts, token by token."""
+        reference, margins = self._new_answer(prompt), []
+        for _ in decode_greedy(self.session, prompt.prompt_ids, reference):
+            margins.append(top2_margin(self.session.logits[-1]))
+        answer, rounds = self.drafted(prompt, drafter, draft_length)
+        at, mismatch = first_mismatch(reference.tokens, answer.tokens), None
+        if at is not None:
+            mismatch = Mismatch(
+                prompt.prompt_id,
+                at,
+                reference.tokens[at] if at < len(reference.tokens) else None,
+                answer.tokens[at] if at < len(answer.tokens) else None,
+                margins[min(at, len(margins) - 1)],
+            )
+        return Comparison(prompt, tuple(reference.tokens), count_rounds(rounds, draft_length), mismatch)
+
+    def _new_answer(self, prompt: Prompt) -> Answer:
+        task = self.tasks[prompt.task]
+        eos_ids = frozenset(self.session.backbone.card.eos_ids)
+        return Answer(StopRule(eos_ids, tuple(task.stop_texts), task.max_new_tokens), self.decode)

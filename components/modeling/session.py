@@ -1,0 +1,122 @@
+"""The torch side of the decode loop: one sequence, one KV cache, one head that reads it.
+
+Owns forward passes and roll-back for evaluation and for live validation in training. It refuses any cache but
+transformers' full-attention dynamic cache, the only one that rejected rows can be cropped from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from components.core.errors import UserError
+from components.modeling.backbone import Backbone
+from components.modeling.head import MTPHead, rotary_angles
+
+
+class TorchBackbone:
+    """Implements :class:`components.decoding.loop.Backbone` with transformers.
+
+    Args:
+        backbone: the frozen model.
+        max_length: rows that the cache may grow to.
+
+    Attributes:
+        cache: transformers cache; layer ``i`` holds keys and values [1, kv_heads, length, head_dim] float32.
+        hidden: hidden states after the final norm of the last pass, [1, q, hidden_size].
+        logits: logits of the last pass, [q, vocab_size]; after prefill one row.
+    """
+
+    def __init__(self, backbone: Backbone, max_length: int) -> None:
+        self.backbone = backbone
+        self._max_length = max_length
+        self.cache = DynamicCache()
+        self.hidden = torch.empty(0)
+        self.logits = torch.empty(0)
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """Valid rows in the cache."""
+        return self._length
+
+    @property
+    def max_length(self) -> int:
+        """Rows that the cache may grow to."""
+        return self._max_length
+
+    @property
+    def last_hidden(self) -> Tensor:
+        """Hidden state h_p of the last valid row, [1, 1, hidden_size] float32."""
+        return self.hidden[:, -1:]
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int]) -> int:
+        """Start anew with a prompt.
+
+        Raises:
+            UserError: the prompt leaves no room for a token.
+        """
+        if len(tokens) >= self._max_length:
+            raise UserError(
+                "the prompt is too long", f"{len(tokens)} tokens for {self._max_length} rows", "shorten the text"
+            )
+        self.cache = DynamicCache()
+        self._length = 0
+        self._forward(tokens)
+        self.logits = self._logits(self.hidden[0, -1:])
+        self.keep(len(tokens))
+        return int(self.logits[0].argmax())
+
+    @torch.inference_mode()
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        """One pass over ``tokens``; returns the argmax after each."""
+        self._forward(tokens)
+        self.logits = self._logits(self.hidden[0])
+        return [int(token) for token in self.logits.argmax(dim=-1)]
+
+    def keep(self, rows: int) -> None:
+        """Keep the first ``rows`` rows of the last pass; the rest is cropped from every layer."""
+        rejected = self.hidden.shape[1] - rows
+        if rejected:
+            self.cache.crop(-rejected)
+        self._length += rows
+        self.hidden = self.hidden[:, :rows]
+
+    def _forward(self, tokens: Sequence[int]) -> None:
+        ids = torch.tensor([list(tokens)])
+        positions = torch.arange(self._length, self._length + len(tokens))[None]
+        output = self.backbone.model.model(input_ids=ids, position_ids=positions, cache=self.cache, use_cache=True)
+        self.hidden = output.last_hidden_state
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.backbone.output_rows.T
+
+
+class TorchHead:
+    """Implements :class:`components.decoding.loop.Drafter` with the head, reading the backbone's cache in place."""
+
+    def __init__(self, head: MTPHead, session: TorchBackbone) -> None:
+        self.head, self.session = head, session
+        self.draft_to_target = torch.tensor(head.config.draft_to_target)
+        self.draft_rows = session.backbone.output_rows[self.draft_to_target]
+
+    @torch.inference_mode()
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Draft ``limit`` tokens after ``tokens``; step j+1 is fed step j's draft and output state."""
+        session, config = self.session, self.head.config
+        layers = [session.cache.layers[layer] for layer in config.kv_layers]
+        keys_values = [(layer.keys, layer.values) for layer in layers]
+        position = torch.tensor([[session.length - 1]])
+        cos, sin = rotary_angles(position, config.head_dim, config.rope_theta)
+        mask = torch.ones(1, 1, 1, session.length, dtype=torch.bool)
+        state, token, drafts = session.last_hidden, tokens[-1], []
+        for _ in range(limit):
+            embedding = session.backbone.embed(torch.tensor([[token]]))
+            state = self.head(embedding, state, keys_values, mask, cos, sin)
+            token = int(self.draft_to_target[(state[0, 0] @ self.draft_rows.T).argmax()])
+            drafts.append(token)
+        return drafts

@@ -1,0 +1,1 @@
+"""Gates over evidence, MLflow tracking and the model registry."""

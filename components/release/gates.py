@@ -1,0 +1,197 @@
+"""The decision to release: a pure function from evidence to a verdict with reasons.
+
+Owns the rules, and does no input or output. It refuses to guess: evidence that is missing, unreadable, not a finite
+number or about another bundle fails its rule with the reason. Its surprising decision: a rule is a row (name, where the
+value stands, bound, test), so every row is always evaluated and shown, passed or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from components.core.config import Gates
+from components.release.evidence import Evidence, Source, Unusable, finite
+
+Value = float | str | bool | None
+ABOUT_BUNDLE = ("export", "verification", "benchmark")
+PER_TASK = ("evaluation", "verification", "benchmark")
+
+
+@dataclass(frozen=True)
+class RuleResult:
+    """One row of the verdict; ``reason`` is empty when the rule passed."""
+
+    rule: str
+    value: Value
+    bound: Value
+    passed: bool
+    source: str
+    source_sha256: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a bundle may be released, and why."""
+
+    passed: bool
+    bundle_sha256: str
+    rules: tuple[RuleResult, ...]
+
+    @property
+    def refusals(self) -> tuple[RuleResult, ...]:
+        """The rules that failed."""
+        return tuple(rule for rule in self.rules if not rule.passed)
+
+    def as_dict(self, created_with: Mapping[str, object]) -> dict[str, object]:
+        """The document of gate.json."""
+        rules = [asdict(rule) for rule in self.rules]
+        head = {"created_with": dict(created_with), "passed": self.passed, "bundle_sha256": self.bundle_sha256}
+        return head | {"rules": rules}
+
+
+@dataclass(frozen=True)
+class _Rule:
+    name: str
+    source: Source
+    bound: Value
+    read: Callable[[], Value]
+    holds: Callable[[Any], bool]
+
+
+def decide(evidence: Evidence, gates: Gates) -> Decision:
+    """Apply every rule.
+
+    Args:
+        evidence: what the stages wrote.
+        gates: floors from params.yaml.
+
+    Returns:
+        The decision; it names the bundle that it is about by the hash of its manifest ("" without one).
+    """
+    results = tuple(_apply(rule) for rule in _rules(evidence, gates))
+    return Decision(all(result.passed for result in results), evidence.manifest.sha256, results)
+
+
+def _apply(rule: _Rule) -> RuleResult:
+    value: Value
+    try:
+        value = rule.read()
+        passed = bool(rule.holds(value))
+        reason = "" if passed else f"{value} does not meet {rule.bound}"
+    except Unusable as error:
+        value, passed, reason = None, False, f"{rule.source.path}: {error}"
+    return RuleResult(rule.name, value, rule.bound, passed, rule.source.path, rule.source.sha256, reason)
+
+
+def _rules(evidence: Evidence, gates: Gates) -> Iterator[_Rule]:
+    tasks = _known_tasks(evidence)
+    yield from _identity_rules(evidence)
+    yield from _contract_rules(evidence)
+    verification, benchmark = evidence.verification, evidence.benchmark
+    yield from (_exact_match(verification, task, gates.exact_match) for task in tasks)
+    yield _floor(verification, "extra_tokens_per_pass", None, gates.extra_tokens_per_pass_overall)
+    yield from (_floor(verification, "extra_tokens_per_pass", t, gates.extra_tokens_per_pass_task) for t in tasks)
+    yield _floor(benchmark, "speedup", None, gates.speedup_overall)
+    yield from (_floor(benchmark, "speedup", task, gates.speedup_task) for task in tasks)
+
+
+def _known_tasks(evidence: Evidence) -> list[str]:
+    """The bundle's tasks and any other that evidence speaks of: a surplus task is judged, not overlooked."""
+    names: set[str] = set()
+    for read in (lambda: evidence.manifest.at("tasks"), *(getattr(evidence, name).tasks for name in PER_TASK)):
+        try:
+            names.update(read())
+        except (Unusable, TypeError):
+            continue
+    return sorted(names)
+
+
+def _identity_rules(evidence: Evidence) -> Iterator[_Rule]:
+    """The frozen model stayed frozen; all evidence speaks of one bundle, its tasks and one numeric mode."""
+    manifest, training = evidence.manifest, evidence.training
+    frozen = _quoted(lambda: manifest.text("backbone", "weights_sha256"))
+    for when in ("before", "after"):
+        key = f"backbone_sha256_{when}"
+        yield _Rule(f"backbone {when} training", training, frozen, _reader(training.text, key), _equals(frozen))
+    for name in ABOUT_BUNDLE:
+        source: Source = getattr(evidence, name)
+        bound, read = manifest.sha256 or None, _reader(source.text, "bundle_sha256")
+        yield _Rule(f"{name} is about this bundle", source, bound, read, _equals(bound))
+    bundle_tasks = _quoted(lambda: ", ".join(sorted(manifest.at("tasks"))))
+    for name in PER_TASK:
+        source = getattr(evidence, name)
+        read = _reader(lambda s: ", ".join(sorted(s.tasks())), source)
+        yield _Rule(f"{name} covers the bundle's tasks", source, bundle_tasks, read, _equals(bundle_tasks))
+    mode = _quoted(lambda: numeric_mode(evidence.verification))
+    read = _reader(numeric_mode, evidence.benchmark)
+    yield _Rule("exactness and speed in one numeric mode", evidence.benchmark, mode, read, _equals(mode))
+
+
+def numeric_mode(source: Source) -> str:
+    """Precision and thread count that a figure was taken with: a pass in one mode is no pass in another."""
+    precision, threads = source.text("created_with", "precision"), source.at("created_with", "threads")
+    return f"{precision}, {int(finite(threads, 'created_with.threads'))} threads"
+
+
+def _contract_rules(evidence: Evidence) -> Iterator[_Rule]:
+    for name in ("prompts", "distilled"):
+        source: Source = getattr(evidence, name)
+        yield _Rule(f"data contract of {name}", source, True, _reader(_contract_passed, source), _equals(True))
+    export = evidence.export
+    yield _Rule("bundle equals torch", export, True, _reader(export.at, "parity", "passed"), _equals(True))
+
+
+def _contract_passed(source: Source) -> bool:
+    """A contract passes with rows, with rules, and with every rule kept."""
+    rules = source.at("expectations")
+    if finite(source.at("rows"), "rows") < 1 or not isinstance(rules, list) or not rules:
+        raise Unusable("the contract was checked on no rows or with no rules")
+    kept = all(isinstance(rule, Mapping) and rule.get("passed") is True for rule in rules)
+    return kept and source.at("passed") is True
+
+
+def _exact_match(source: Source, task: str, bound: float) -> _Rule:
+    def read() -> float:
+        share = source.task_number(task, "exact_match")
+        listed = source.tasks()[task].get("mismatches", [])
+        if not isinstance(listed, list) or (listed and share >= 1.0):
+            raise Unusable(f"{task} claims exact_match {share:g} beside its list of mismatches")
+        return share
+
+    return _Rule(f"exact match, {task}", source, bound, read, _at_least(bound))
+
+
+def _floor(source: Source, key: str, task: str | None, bound: float) -> _Rule:
+    """A figure of one task, or of all together, that must reach ``bound``."""
+
+    def read() -> float:
+        if task is not None:
+            return source.task_number(task, key)
+        return finite(source.at("overall", key), f"overall.{key}")
+
+    return _Rule(f"{key.replace('_', ' ')}, {task or 'overall'}", source, bound, read, _at_least(bound))
+
+
+def _reader(function: Callable[..., Value], *arguments: Any) -> Callable[[], Value]:
+    return lambda: function(*arguments)
+
+
+def _equals(bound: Value) -> Callable[[Any], bool]:
+    """Equality to a bound that is known: an unknown bound is met by nothing."""
+    return lambda value: bound is not None and type(value) is type(bound) and value == bound
+
+
+def _at_least(bound: float) -> Callable[[Any], bool]:
+    return lambda value: math.isfinite(bound) and value >= bound
+
+
+def _quoted(read: Callable[[], str]) -> str | None:
+    """A bound that is itself evidence; None when it cannot be read."""
+    try:
+        return read() or None
+    except (Unusable, TypeError):
+        return None

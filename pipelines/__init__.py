@@ -1,0 +1,1 @@
+"""The verbs of frozen-mtp: command line, DVC stages and Prefect flows."""

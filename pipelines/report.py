@@ -1,0 +1,163 @@
+"""The one table of results, read from the evidence files.
+
+Owns the choice of columns and their source: exactness and acceptance come from verification.json, speeds, echo rate and
+the prompt-lookup baseline from benchmark/local.json, both measured on the final bundle. It refuses to fill a gap: what was
+not measured is shown as `-`. Its surprising decision: it computes nothing, so a figure here is the figure in the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.core import paths
+from components.core.errors import UserError
+from components.core.files import read_json
+
+GAP = "-"
+OVERALL = "all"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure: heading, evidence it comes from, key, and how it is shown."""
+
+    heading: str
+    source: str
+    key: str
+    form: str
+
+
+COLUMNS = (
+    Column("prompts", "verification", "prompts", "{:.0f}"),
+    Column("tokens", "verification", "tokens", "{:.0f}"),
+    Column("exact match", "verification", "exact_match", "{:.1%}"),
+    Column("accept. length", "verification", "acceptance_length", "{:.2f}"),
+    Column("extra tokens", "verification", "extra_tokens_per_pass", "{:.2f}"),
+    Column("alone tok/s", "benchmark", "greedy_tokens_per_s", "{:.1f}"),
+    Column("head tok/s", "benchmark", "mtp_tokens_per_s", "{:.1f}"),
+    Column("speed-up", "benchmark", "speedup", "{:.2f}x"),
+    Column("echo", "benchmark", "echo_rate", "{:.2f}"),
+    Column("lookup", "benchmark", "prompt_lookup_acceptance_length", "{:.2f}"),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What there is to show.
+
+    Attributes:
+        rows: task (the last is all together) and its cells, in the order of ``COLUMNS``.
+        notes: where the figures come from.
+        passed: the gate's verdict, None before there is one.
+        refusals: one line for each rule that failed.
+    """
+
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+    passed: bool | None
+    refusals: tuple[str, ...]
+
+
+def load_report() -> Report:
+    """Read the evidence.
+
+    Raises:
+        UserError: there is none yet, or a file is broken.
+    """
+    verification = _document(paths.VERIFICATION_REPORT)
+    benchmark = _document(paths.BENCHMARK_REPORT)
+    gate = _document(paths.GATE_REPORT)
+    if not verification and not benchmark:
+        raise UserError("there are no results yet", f"nothing in {paths.REPORTS}", "run `mtp repro`")
+    documents = {"verification": verification, "benchmark": benchmark}
+    names = dict.fromkeys(row["task"] for document in documents.values() for row in document.get("tasks", ()))
+    rows = [_cells(name, {kind: _row(document, name) for kind, document in documents.items()}) for name in names]
+    rows.append(_cells(OVERALL, {kind: document.get("overall", {}) for kind, document in documents.items()}))
+    notes = [
+        _note("exactness and acceptance", paths.VERIFICATION_REPORT, verification),
+        _note("speed, echo and lookup", paths.BENCHMARK_REPORT, benchmark),
+    ]
+    refused = [rule for rule in gate.get("rules", ()) if not rule.get("passed")]
+    return Report(
+        rows=tuple(rows),
+        notes=tuple(note for note in notes if note),
+        passed=bool(gate["passed"]) if "passed" in gate else None,
+        refusals=tuple(f"{rule['rule']}: {rule.get('reason') or rule.get('value')}" for rule in refused),
+    )
+
+
+def _document(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    document = read_json(path, "run `mtp repro`")
+    if not isinstance(document, dict):
+        raise UserError(f"{path} is no evidence", f"a {type(document).__name__}", "run `mtp repro`")
+    return document
+
+
+def _row(document: Mapping[str, Any], task: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next((row for row in document.get("tasks", ()) if row.get("task") == task), {})
+    return found
+
+
+def _cells(name: str, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    return (name, *(_shown(rows[column.source].get(column.key), column.form) for column in COLUMNS))
+
+
+def _shown(value: Any, form: str) -> str:
+    usable = isinstance(value, int | float) and math.isfinite(value)
+    return form.format(value) if usable else GAP
+
+
+def _note(what: str, path: Path, document: Mapping[str, Any]) -> str:
+    """Source of some columns: device, threads, numeric mode, sample count and file."""
+    if not document:
+        return ""
+    made, overall = document.get("created_with", {}), document.get("overall", {})
+    parts = [
+        str(made.get("cpu", "unknown device")),
+        f"{made.get('threads', '?')} threads",
+        str(made.get("precision", "unknown precision")),
+        f"{overall.get('prompts', '?')} prompts",
+    ]
+    if "repeats" in overall:
+        parts.append(f"{overall['repeats']} rounds each")
+    return f"{what}: {', '.join(parts)} ({path})"
+
+
+def _verdict(report: Report) -> list[str]:
+    if report.passed is None:
+        return ["gate: no verdict yet"]
+    if report.passed:
+        return [f"gate: passed ({paths.GATE_REPORT})"]
+    return [f"gate: refused ({paths.GATE_REPORT})", *(f"  {line}" for line in report.refusals)]
+
+
+def render_text(report: Report) -> str:
+    """The table for a terminal, the sources of its figures, and the verdict."""
+    lines = text_table(("task", *(column.heading for column in COLUMNS)), report.rows)
+    return "\n".join([*lines, "", *report.notes, *_verdict(report), f"evidence: {paths.REPORTS}/"])
+
+
+def render_markdown(report: Report) -> str:
+    """The same as Markdown, for Prefect's summary artifact and the README."""
+    heading = ("task", *(column.heading for column in COLUMNS))
+    lines = [heading, tuple("---" if not index else "---:" for index in range(len(heading))), *report.rows]
+    table = [f"| {' | '.join(cells)} |" for cells in lines]
+    rest = [*report.notes, *_verdict(report)]
+    return "\n".join([*table, "", *(f"- {line.strip()}" for line in rest)])
+
+
+def text_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column flush left, the others flush right."""
+    widths = [max(len(row[index]) for row in (heading, *rows)) for index in range(len(heading))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        return "  ".join([first.strip().ljust(widths[0]), *others]).rstrip()
+
+    return [line(heading), "  ".join("-" * width for width in widths), *(line(row) for row in rows)]

@@ -1,0 +1,154 @@
+"""Run `dvc repro` as a child process and say clearly what went wrong.
+
+Owns the child's environment, the check for free disk space and the relay of output, for the command line and for the
+Prefect flow alike. It refuses to start on a disk that cannot hold the results. Its surprising decision: a stage's own
+three lines are repeated at the very end, because DVC prints lines of its own after them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.core import paths
+from components.core.config import load_params
+from components.core.errors import UserError
+from components.core.host import QUIET_ENVIRONMENT, allowed_cores
+from pipelines.stages.common import load_stages
+
+# Backbone, features, head and bundle take about 2 GB, and as much again where DVC's cache cannot use hard links; the
+# registered copy of the bundle, MLflow's and Prefect's stores and temporary files take the rest.
+WHOLE_RUN_BYTES = 6 * 2**30
+SPARE_BYTES = 2**29  # needed even when everything is there already
+RESULT_FOLDERS = (Path("data"), Path("models"))
+
+THREE_LINES = re.compile(r"^error: (?P<what>.*)\n seen: (?P<seen>.*)\n next: (?P<do>.*)$", re.MULTILINE)
+FAILED_STAGE = re.compile(r"failed to reproduce '([^']+)'")
+KEPT_LINES = 200
+Echo = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DvcRun:
+    """How a `dvc` command ended.
+
+    Attributes:
+        code: its exit status; negative when a signal ended it.
+        tail: its last lines, joined.
+    """
+
+    code: int
+    tail: str
+
+    def fault(self, stages: Sequence[str]) -> UserError:
+        """Three lines about a run that failed: the stage's own where it left any."""
+        found = list(THREE_LINES.finditer(self.tail))
+        if found:
+            return UserError(*found[-1].group("what", "seen", "do"))
+        named = FAILED_STAGE.search(self.tail)
+        stage = named.group(1) if named else " ".join(stages)
+        lines = [line for line in self.tail.splitlines() if line.strip() and not FAILED_STAGE.search(line)]
+        seen = lines[-1] if lines else f"exit status {self.code}"
+        if self.code < 0:
+            seen = f"ended by signal {-self.code}"
+        what = f"the stage {stage} failed" if stage else "`dvc repro` failed"
+        return UserError(what, seen, "read the output above, then run the same command again")
+
+
+def child_environment() -> dict[str, str]:
+    """Environment for stages: quiet dependencies, the interpreter that runs us first on PATH, unbuffered output."""
+    environment = {**QUIET_ENVIRONMENT, **os.environ}
+    here = str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join([here, environment.get("PATH", os.defpath)])
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment.setdefault("OMP_NUM_THREADS", str(allowed_cores()))
+    return environment
+
+
+def stored_bytes(folders: Iterable[Path] = RESULT_FOLDERS) -> int:
+    """Bytes that results of earlier runs take already."""
+    return sum(path.lstat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+
+
+def check_disk(needed_bytes: int = WHOLE_RUN_BYTES, folder: Path = Path()) -> None:
+    """Refuse to begin what the disk cannot hold.
+
+    Raises:
+        UserError: too little is free.
+    """
+    needed = max(needed_bytes - stored_bytes(), SPARE_BYTES)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            "there is too little disk space for a run",
+            f"{free / 2**30:.1f} GiB free in {folder.resolve()}, about {needed / 2**30:.1f} GiB needed",
+            "free some space (df -h .), then run the same command again",
+        )
+
+
+def run_dvc(arguments: Sequence[str], echo: Echo) -> DvcRun:
+    """Run a `dvc` command, passing its output on line by line.
+
+    Args:
+        arguments: after `dvc`.
+        echo: gets every line, without its end.
+    """
+    command = [sys.executable, "-m", "dvc", *arguments]
+    tail: deque[str] = deque(maxlen=KEPT_LINES)
+    with subprocess.Popen(
+        command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as child:
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                tail.append(line.rstrip("\n"))
+                echo(tail[-1])
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.wait()  # the terminal has interrupted it as well: let it clean up, so that no lock is left
+            raise
+    return DvcRun(code, "\n".join(tail))
+
+
+def known_stages(wanted: Sequence[str]) -> list[str]:
+    """``wanted`` as it is, once every name is known.
+
+    Raises:
+        UserError: dvc.yaml has no such stage.
+    """
+    stages = load_stages()
+    for name in wanted:
+        if name not in stages:
+            raise UserError(f"dvc.yaml has no stage {name!r}", f"stages: {', '.join(stages)}", "correct the stage's name")
+    return list(wanted)
+
+
+def reproduce(stages: Sequence[str], echo: Echo, single: bool = False) -> None:
+    """Bring ``stages`` (all, when empty) and what they need up to date.
+
+    Args:
+        stages: names from dvc.yaml.
+        echo: gets every line of output.
+        single: only the stage itself, not what it needs.
+
+    Raises:
+        UserError: wrong parameters, too little space, or a stage that failed.
+    """
+    load_params()
+    check_disk()
+    options = ["--single-item"] if single else []
+    run = run_dvc(["repro", *options, *known_stages(stages)], echo)
+    if run.code != 0:
+        raise run.fault(stages)
+
+
+def has_results() -> bool:
+    """Whether there is anything to report on."""
+    return paths.VERIFICATION_REPORT.is_file() or paths.BENCHMARK_REPORT.is_file()

@@ -1,0 +1,84 @@
+"""Small but real parts for every test: a random Llama with a byte-pair tokenizer and a chat template, and a head.
+
+Built once per session; tests must not write into the folders these fixtures return.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from components.core.host import set_quiet_environment
+
+set_quiet_environment()
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LETTERS = "the cat sat on the mat and i has went to the store yesterday to buy milk, bread and a red hat for anna."
+
+
+def write_tiny_backbone(folder: Path, layers: int = 4, seed: int = 0) -> None:
+    """A random Llama (hidden 64, 4 query and 2 kv heads of 16) in the format of ``models/backbone``."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from components.core.config import Package
+    from components.modeling.backbone import import_backbone
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([LETTERS] * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=2,
+        initializer_range=0.2,
+    )
+    plain = folder.with_name(f"{folder.name}-source")
+    LlamaForCausalLM(config).save_pretrained(plain)
+    fast.save_pretrained(plain)
+    import_backbone(Package(source=f"path:{plain}"), folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_backbone_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder in the format of ``models/backbone``; random weights, so greedy text is noise but deterministic."""
+    folder = tmp_path_factory.mktemp("tiny") / "backbone"
+    write_tiny_backbone(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_head_dir(tiny_backbone_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained head for the tiny backbone, reading its layers 1 and 2."""
+    from components.core.config import Head
+    from components.modeling.backbone import load_backbone
+    from components.modeling.training import new_head
+
+    shape = Head(kv_layers=(1, 2), intermediate_size=128, draft_vocabulary_size=200)
+    folder = tmp_path_factory.mktemp("tiny") / "head"
+    new_head(shape, load_backbone(tiny_backbone_dir), [], seed=0).save_pretrained(folder)
+    return folder

@@ -1,0 +1,221 @@
+"""The README tells the truth: its commands run, its picture is dvc.yaml, its files exist, its example is valid."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.core.config import load_params, parse_params
+from helpers_readme import HOW, README, Way, blocks, commands_tested, readme_commands
+from helpers_repository import ROOT, stages, tracked_files
+
+LONGEST_README_LINES = 200
+MAKE_RUNS = {
+    "repro": [".venv/bin/mtp repro"],
+    "test": [".venv/bin/python -m pytest"],
+    "check": [".venv/bin/ruff check .", ".venv/bin/ruff format --check .", ".venv/bin/mypy"],
+    "ui": [".venv/bin/mtp ui"],
+}
+
+
+def mtp(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as the installed script does."""
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+    command = [sys.executable, "-c", "from pipelines.cli import main; main()", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment, stdin=subprocess.DEVNULL
+    )
+
+
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make, free of the make that may run this suite."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env={**environment, "INSTALL_PROGRESS_S": "1"}
+    )
+
+
+def dry_run(target: str) -> list[str]:
+    """What `make TARGET` would type."""
+    done = make(ROOT, "-n", "-o", ".venv/.installed", target)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_every_command_is_tested_in_a_known_way() -> None:
+    assert set(readme_commands()) == set(HOW)
+
+
+def test_the_two_commands_come_first() -> None:
+    assert readme_commands()[:2] == ["make repro", "make test"]
+
+
+@pytest.mark.parametrize("target", MAKE_RUNS)
+def test_make_types(target: str) -> None:
+    assert dry_run(target) == MAKE_RUNS[target]
+
+
+def test_every_make_command_of_the_readme_is_known() -> None:
+    assert {arguments[1] for arguments in commands_tested(Way.MAKE)} <= set(MAKE_RUNS)
+
+
+@pytest.mark.parametrize("arguments", commands_tested(Way.HERE), ids=" ".join)
+def test_light_commands_run(arguments: list[str]) -> None:
+    done = mtp(*arguments[1:])
+    assert done.returncode in (0, 2), done.stderr  # 2: doctor found something missing, in three lines
+    assert "Traceback" not in done.stderr + done.stdout
+    assert (done.stdout + done.stderr).strip()
+
+
+@pytest.mark.parametrize("arguments", commands_tested(Way.END_TO_END), ids=" ".join)
+def test_heavy_commands_exist_with_their_options(arguments: list[str]) -> None:
+    done = mtp(arguments[1], "--help")
+    assert done.returncode == 0, done.stderr
+    assert all(option in done.stdout for option in arguments if option.startswith("--"))
+
+
+def test_heavy_commands_are_run_end_to_end() -> None:
+    test = ROOT / "tests/test_end_to_end.py"
+    assert test.is_file(), "tests/test_end_to_end.py is missing"
+    assert "commands_tested(Way.END_TO_END)" in test.read_text(encoding="utf-8")
+
+
+def drawn_edges() -> set[tuple[str, str]]:
+    return set(re.findall(r"^\s*(\w+) --> (\w+)$", blocks("mermaid")[0], flags=re.MULTILINE))
+
+
+def real_edges() -> set[tuple[str, str]]:
+    def feeds(one: Path, other: Path) -> bool:
+        return one.is_relative_to(other) or other.is_relative_to(one)
+
+    return {
+        (maker.name, user.name)
+        for maker in stages()
+        for user in stages()
+        if any(feeds(out, dep) for out in maker.outs for dep in user.deps)
+    }
+
+
+def test_the_picture_shows_every_stage() -> None:
+    assert {name for edge in drawn_edges() for name in edge} == {stage.name for stage in stages()}
+
+
+def test_the_picture_shows_no_edge_that_is_not_there() -> None:
+    assert not drawn_edges() - real_edges()
+
+
+def test_every_file_named_exists() -> None:
+    text = README.read_text(encoding="utf-8")
+    named = set(
+        re.findall(r"`((?:components|pipelines|tests|models|data)/[\w./]+|[\w.]+\.(?:yaml|txt|toml)|LICENSE)`", text)
+    )
+    known = {place.as_posix() for path in tracked_files() for place in (path, *path.parents)}
+    outs = [out for stage in stages() for out in stage.outs]
+    made = {name for name in named if any(Path(name).is_relative_to(out) or out.is_relative_to(name) for out in outs)}
+    assert named, "the pattern finds nothing"
+    assert not {name for name in named - made if name.rstrip("/") not in known}
+
+
+def test_the_example_of_a_task_is_valid() -> None:
+    added = yaml.safe_load(blocks("yaml")[0])["tasks"]
+    document = load_params(ROOT / "params.yaml").model_dump(mode="json")
+    params = parse_params({**document, "tasks": {**document["tasks"], **added}})
+    row = json.loads(blocks("json")[0])
+    for name in added:
+        assert set(params.tasks[name].slots()) == set(row)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) < LONGEST_README_LINES
+
+
+def test_the_results_have_their_place() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert re.search(r"<!-- results:begin -->.+<!-- results:end -->", text, flags=re.DOTALL)
+
+
+# --- the installer, which both commands rely on -------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_folder(tmp_path: Path) -> Path:
+    """A folder with what the installer reads, and nothing installed."""
+    for name in (".ci/install", "Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def make_install(folder: Path, python: str) -> subprocess.CompletedProcess[str]:
+    return make(folder, "install", f"PYTHON={python}")
+
+
+def fake_python(folder: Path, pip: str) -> str:
+    """A `python3.11` that makes a venv whose pip is the shell script ``pip``."""
+    (folder / "pip.sh").write_text(pip)
+    script = folder / "python3.11"
+    script.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        "  *version_info*) echo 3.11;;\n"
+        f'  "-m venv --clear .venv") rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python; touch cleared;;\n'
+        f'  "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python;;\n'
+        f'  "-m pip install"*) exec sh {folder}/pip.sh;;\n'
+        "esac\n"
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+def three_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The error as told, make's own closing line left out."""
+    assert done.returncode == 2
+    return [line for line in done.stderr.splitlines() if not line.startswith("make")]
+
+
+def test_a_missing_python_has_three_lines(bare_folder: Path) -> None:
+    lines = three_lines(make_install(bare_folder, "no-such-python"))
+    assert [line.split(":")[0].strip() for line in lines] == ["error", "seen", "next"]
+    assert "no-such-python" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ("connection broken by NewConnectionError: [Errno -3] Temporary failure in name resolution", "no network"),
+        ("ERROR: Could not install packages: [Errno 28] No space left on device", "disk is full"),
+        ("ERROR: No matching distribution found for torch==9", "cannot install"),
+    ],
+)
+def test_a_failed_install_has_three_lines_and_the_next_one_starts_clean(
+    bare_folder: Path, says: str, told: str
+) -> None:
+    python = fake_python(bare_folder, f"echo '{says}'; exit 1")
+    lines = three_lines(make_install(bare_folder, python))
+    assert len(lines) == 3 and told in lines[0]
+    assert not (bare_folder / ".venv/.installed").exists()
+
+    (bare_folder / "pip.sh").write_text("exit 0")
+    again = make_install(bare_folder, python)
+    assert again.returncode == 0, again.stderr
+    assert (bare_folder / "cleared").exists(), "a half-unpacked package would have been taken for an installed one"
+    assert (bare_folder / ".venv/.installed").exists()
+
+
+def test_an_install_that_is_done_is_not_done_again(bare_folder: Path) -> None:
+    python = fake_python(bare_folder, "echo pip >>pip.log")
+    assert make_install(bare_folder, python).returncode == 0
+    assert make_install(bare_folder, python).returncode == 0
+    assert (bare_folder / "pip.log").read_text().split() == ["pip"]
+    os.utime(bare_folder / "constraints.txt")
+    assert make_install(bare_folder, python).returncode == 0
+    assert (bare_folder / "pip.log").read_text().split() == ["pip", "pip"], "new pins must be installed"

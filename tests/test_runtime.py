@@ -1,0 +1,247 @@
+"""The runtime: shared buffers, roll-back, stop rules inside accepted runs, and bundles that are not what they claim."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from components.core.errors import UserError
+from components.core.manifest import MANIFEST_FILE
+from components.decoding.lookup import PromptLookup
+from components.decoding.stopping import Answer, StopRule
+from components.modeling.backbone import load_backbone
+from components.onnx.runtime import Bundle, open_bundle
+from helpers_bundle import DRAFT_LENGTH, MAX_LENGTH, SLOTS, Oracle, random_head, tiny_bundle
+
+PROMPT = [7, 30, 41, 52, 63, 70, 81, 92]
+BUDGET = 24
+
+
+@pytest.fixture(scope="module")
+def bundle_dir(tiny_backbone_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runtime") / "bundle"
+    backbone = load_backbone(tiny_backbone_dir)
+    tiny_bundle(folder, tiny_backbone_dir, backbone, random_head(backbone))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(bundle_dir: Path) -> Bundle:
+    return open_bundle(bundle_dir, 1)
+
+
+def empty_answer(
+    bundle: Bundle, eos: set[int] | None = None, stops: tuple[str, ...] = (), budget: int = BUDGET
+) -> Answer:
+    return Answer(StopRule(frozenset(eos or set()), stops, budget), bundle.decode)
+
+
+def greedy(bundle: Bundle, **rule: object) -> Answer:
+    return bundle.start_from_ids(PROMPT, empty_answer(bundle, **rule), None).finish().answer  # type: ignore[arg-type]
+
+
+def test_buffers_are_written_in_place_and_never_move(bundle: Bundle) -> None:
+    """Rounds of every width leave KV rows in the arrays that numpy owns, at the same addresses, for both graphs."""
+    side = bundle.backbone
+    addresses = {name: (array.ctypes.data, side.values[name].data_ptr()) for name, array in side.buffers.items()}
+    assert all(array_at == value_at for array_at, value_at in addresses.values())
+    for array in side.buffers.values():
+        array[:] = 0.0
+    bundle.start_from_ids(PROMPT, empty_answer(bundle), bundle.head).finish()
+    assert {name: (a.ctypes.data, side.values[name].data_ptr()) for name, a in side.buffers.items()} == addresses
+    for array in side.buffers.values():
+        written = np.abs(array[0, 0]).sum(axis=-1) > 0
+        assert written[: side.length].all()
+        assert not written[side.length + DRAFT_LENGTH + 2 :].any()
+
+
+def test_outputs_of_the_graph_are_the_inputs(bundle: Bundle) -> None:
+    """What onnxruntime returns as present is the very memory that was bound as past."""
+    side = bundle.backbone
+    token = side.prefill(PROMPT)
+    side.verify([token, 3])
+    outputs = side._bindings[2].get_outputs()
+    seen = {value.data_ptr() for value in outputs}
+    assert {array.ctypes.data for array in side.buffers.values()} <= seen
+    assert len(seen) == len(side.buffers) + 2
+
+
+@pytest.mark.parametrize("wrong_every", [1, 2, 3, 5, 10**9])
+@pytest.mark.parametrize("draft_length", [1, 2, 3, 7])
+def test_drafts_change_nothing(bundle: Bundle, wrong_every: int, draft_length: int) -> None:
+    reference = greedy(bundle)
+    oracle = Oracle(PROMPT, reference.tokens, bundle.manifest.backbone.vocab_size, wrong_every)
+    made = bundle.start_from_ids(PROMPT, empty_answer(bundle), oracle, draft_length).finish()
+    assert made.answer.tokens == reference.tokens
+    assert made.answer.stop_reason == reference.stop_reason == "length"
+    if wrong_every == 10**9:
+        assert made.statistics.passes == -(-(BUDGET - 1) // (draft_length + 1))
+    if wrong_every == 1:
+        assert made.statistics.accepted == 0
+
+
+def test_head_and_lookup_give_the_greedy_tokens(bundle: Bundle) -> None:
+    reference = greedy(bundle)
+    for drafter in (bundle.head, PromptLookup(3)):
+        made = bundle.start_from_ids(PROMPT, empty_answer(bundle), drafter).finish()
+        assert made.answer.tokens == reference.tokens
+        assert sum(len(round_.drafted) for round_ in made.history) > 0 or drafter is not bundle.head
+
+
+def test_rejected_rows_are_never_seen(bundle: Bundle) -> None:
+    """After a partial rejection everything behind the valid rows may hold poison; the next pass is the same."""
+    side = bundle.backbone
+    token = side.prefill(PROMPT)
+    (second,) = side.verify([token])
+    side.keep(1)
+    side.verify([second])
+    clean = side.last_logits.copy()
+
+    assert side.prefill(PROMPT) == token
+    truth = side.verify([token, (second + 1) % 300, 5, 6])
+    assert truth[0] == second
+    side.keep(1)
+    for array in side.buffers.values():
+        array[:, :, side.length :] = 1e6
+    side.verify([second])
+    np.testing.assert_array_equal(side.last_logits, clean)
+
+
+@pytest.mark.parametrize("draft_length", [1, 2, 3, 6])
+def test_end_of_sequence_anywhere_in_a_run(bundle: Bundle, draft_length: int) -> None:
+    free = greedy(bundle).tokens
+    for at in sorted({free.index(token) for token in free}):
+        eos = {free[at], next(token for token in range(300) if token not in free)}
+        reference = greedy(bundle, eos=eos)
+        oracle = Oracle(PROMPT, free, bundle.manifest.backbone.vocab_size)
+        made = bundle.start_from_ids(PROMPT, empty_answer(bundle, eos=eos), oracle, draft_length).finish().answer
+        assert (made.tokens, made.stop_reason) == (reference.tokens, "eos") == (free[: at + 1], "eos")
+
+
+@pytest.mark.parametrize("budget", range(1, 11))
+@pytest.mark.parametrize("draft_length", [1, 3, 6])
+def test_token_limit_anywhere_in_a_run(bundle: Bundle, draft_length: int, budget: int) -> None:
+    free = greedy(bundle).tokens
+    oracle = Oracle(PROMPT, free, bundle.manifest.backbone.vocab_size)
+    made = bundle.start_from_ids(PROMPT, empty_answer(bundle, budget=budget), oracle, draft_length).finish().answer
+    assert (made.tokens, made.stop_reason) == (free[:budget], "length")
+
+
+def test_stop_text_inside_a_run(bundle: Bundle) -> None:
+    free = greedy(bundle)
+    for stop in {bundle.decode([token]) for token in free.tokens[3:12]} - {""}:
+        reference = greedy(bundle, stops=(stop,))
+        oracle = Oracle(PROMPT, free.tokens, bundle.manifest.backbone.vocab_size)
+        made = bundle.start_from_ids(PROMPT, empty_answer(bundle, stops=(stop,)), oracle, 6).finish()
+        assert made.answer.tokens == reference.tokens
+        assert stop not in made.text
+
+
+def test_a_full_buffer_is_used_to_the_last_row(bundle: Bundle) -> None:
+    """Prompt and budget that just fit decode the same with and without drafts; one more is refused."""
+    prompt = (PROMPT * 12)[: MAX_LENGTH - 10]
+    plain = bundle.start_from_ids(prompt, empty_answer(bundle, budget=11), None).finish().answer.tokens
+    drafted = bundle.start_from_ids(prompt, empty_answer(bundle, budget=11), bundle.head).finish().answer.tokens
+    assert plain == drafted
+    assert len(plain) == 11
+    with pytest.raises(UserError, match="too long"):
+        bundle.start_from_ids(prompt, empty_answer(bundle, budget=12), None)
+    with pytest.raises(UserError, match="the prompt is too long"):
+        bundle.backbone.prefill([1] * MAX_LENGTH)
+    bundle.backbone.prefill([1] * (MAX_LENGTH - 1))
+    with pytest.raises(UserError, match="context is full"):
+        bundle.backbone.verify([1, 1])
+
+
+def test_an_aborted_answer_leaves_nothing_behind(bundle: Bundle) -> None:
+    reference = bundle.start("proofread", SLOTS).finish()
+    started = bundle.start("proofread", {"text": "a quite different text about bread"})
+    rounds = started.rounds()
+    next(rounds), next(rounds)
+    again = bundle.start("proofread", SLOTS).finish()
+    assert again.answer.tokens == reference.answer.tokens
+    with pytest.raises(RuntimeError, match="another generation"):
+        next(rounds)
+
+
+def test_streamed_text_is_the_answer(bundle: Bundle) -> None:
+    for draft in (True, False):
+        pieces = []
+        generation = bundle.start("proofread", SLOTS, draft=draft)
+        pieces = list(generation.stream())
+        assert "".join(piece.text for piece in pieces) == generation.text == bundle.complete("proofread", SLOTS).text
+        assert draft or not any(piece.drafted for piece in pieces)
+    statistics = generation.statistics
+    assert statistics.tokens == 12
+    assert statistics.tokens_per_pass == 1.0
+    assert statistics.tokens_per_s > statistics.tokens_per_s_with_prompt > 0
+
+
+def test_stop_texts_are_held_back_while_streaming(bundle: Bundle) -> None:
+    free = greedy(bundle)
+    stop = free.text()[4:8]
+    generation = bundle.start_from_ids(PROMPT, empty_answer(bundle, stops=(stop,)), None)
+    shown = ""
+    for piece in generation.stream():
+        shown += piece.text
+        assert generation.text.startswith(shown) or free.text().startswith(shown)
+    assert shown == generation.text
+    assert stop not in shown
+
+
+def test_a_moved_bundle_works(bundle_dir: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / "b"
+    shutil.copytree(bundle_dir, moved)
+    here, there = (open_bundle(folder, 1).complete("proofread", SLOTS) for folder in (bundle_dir, moved))
+    assert here.answer.tokens == there.answer.tokens
+
+
+@pytest.mark.parametrize(
+    "name", ["backbone.onnx", "backbone.onnx.data", "head.onnx", "head.onnx.data", "tokenizer.json"]
+)
+def test_a_flipped_byte_is_refused(bundle_dir: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle_dir, folder)
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name} differs"):
+        open_bundle(folder, 1)
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=f"lacks {name}"):
+        open_bundle(folder, 1)
+
+
+def test_a_graph_of_another_bundle_is_refused(bundle_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle_dir, folder)
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    manifest["graphs"]["head"]["outputs"][0]["shape"] = [1, 5]
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"head\.onnx does not have the output"):
+        open_bundle(folder, 1)
+
+
+@pytest.mark.parametrize("slots", [{}, {"text": "  "}])
+def test_user_faults_have_three_lines(bundle: Bundle, slots: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="slot 'text'"):
+        bundle.start("proofread", slots)
+    with pytest.raises(UserError, match="no task 'sing'"):
+        bundle.start("sing", SLOTS)
+
+
+def test_the_runtime_imports_no_torch(bundle_dir: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from components.onnx.runtime import open_bundle;"
+        "import components.devices.benchmark, components.devices.verification, components.devices.circumstances;"
+        f"print(open_bundle(Path({str(bundle_dir)!r}), 1).complete('proofread', {SLOTS!r}).statistics.tokens);"
+        "print([name for name in ('torch', 'transformers', 'onnx', 'pyarrow', 'pandas') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["12", "[]"]
