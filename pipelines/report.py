@@ -1,8 +1,9 @@
 """The one table of results, read from the evidence files.
 
-Owns the choice of columns and their source: exactness and acceptance come from verification.json, speeds, echo rate and
-the prompt-lookup baseline from benchmark/local.json, both measured on the final bundle. It refuses to fill a gap: what was
-not measured is shown as `-`. Its surprising decision: it computes nothing, so a figure here is the figure in the file.
+Owns the choice of columns and their source: exactness and acceptance come from verification.json, speeds, echo rate
+and the prompt-lookup baseline from benchmark/local.json, both measured on the final bundle. It refuses to fill a gap:
+what was not measured is shown as `-`. Its surprising decision: it computes nothing, so a figure here is the figure in
+the file.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from components.core import paths
 from components.core.errors import UserError
 from components.core.files import read_json
+
+if TYPE_CHECKING:
+    from components.release.gates import Decision
 
 GAP = "-"
 OVERALL = "all"
@@ -150,6 +154,23 @@ def render_markdown(report: Report) -> str:
     table = [f"| {' | '.join(cells)} |" for cells in lines]
     rest = [*report.notes, *_verdict(report)]
     return "\n".join([*table, "", *(f"- {line.strip()}" for line in rest)])
+
+
+def decision_table(decision: Decision) -> list[str]:
+    """Every rule of a decision with its value, bound and reason."""
+    rows = [
+        ("ok" if rule.passed else "FAIL", rule.rule, _brief(rule.value), _brief(rule.bound)) for rule in decision.rules
+    ]
+    lines = text_table(("", "rule", "value", "bound"), rows)
+    if decision.passed:
+        return [*lines, "", f"gate: passed for bundle {decision.bundle_sha256[:12]}"]
+    return [*lines, "", "gate: refused", *(f"  {rule.rule}: {rule.reason}" for rule in decision.refusals)]
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return GAP if value is None else str(value)[:32]
 
 
 def text_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

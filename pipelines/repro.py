@@ -20,7 +20,7 @@ from pathlib import Path
 from components.core import paths
 from components.core.config import load_params
 from components.core.errors import UserError
-from components.core.host import QUIET_ENVIRONMENT, allowed_cores
+from components.core.host import QUIET_ENVIRONMENT
 from pipelines.stages.common import load_stages
 
 # Backbone, features, head and bundle take about 2 GB, and as much again where DVC's cache cannot use hard links; the
@@ -68,7 +68,6 @@ def child_environment() -> dict[str, str]:
     here = str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join([here, environment.get("PATH", os.defpath)])
     environment["PYTHONUNBUFFERED"] = "1"
-    environment.setdefault("OMP_NUM_THREADS", str(allowed_cores()))
     return environment
 
 
@@ -117,8 +116,8 @@ def run_dvc(arguments: Sequence[str], echo: Echo) -> DvcRun:
     return DvcRun(code, "\n".join(tail))
 
 
-def known_stages(wanted: Sequence[str]) -> list[str]:
-    """``wanted`` as it is, once every name is known.
+def known_stages(wanted: Sequence[str]) -> None:
+    """Check that dvc.yaml has every stage in ``wanted``.
 
     Raises:
         UserError: dvc.yaml has no such stage.
@@ -126,8 +125,20 @@ def known_stages(wanted: Sequence[str]) -> list[str]:
     stages = load_stages()
     for name in wanted:
         if name not in stages:
-            raise UserError(f"dvc.yaml has no stage {name!r}", f"stages: {', '.join(stages)}", "correct the stage's name")
-    return list(wanted)
+            raise UserError(
+                f"dvc.yaml has no stage {name!r}", f"stages: {', '.join(stages)}", "correct the stage's name"
+            )
+
+
+def check_ready(stages: Sequence[str] = ()) -> None:
+    """What can be known to be wrong before anything starts.
+
+    Raises:
+        UserError: wrong parameters, an unknown stage, or too little space.
+    """
+    load_params()
+    known_stages(stages)
+    check_disk()
 
 
 def reproduce(stages: Sequence[str], echo: Echo, single: bool = False) -> None:
@@ -141,10 +152,9 @@ def reproduce(stages: Sequence[str], echo: Echo, single: bool = False) -> None:
     Raises:
         UserError: wrong parameters, too little space, or a stage that failed.
     """
-    load_params()
-    check_disk()
+    check_ready(stages)
     options = ["--single-item"] if single else []
-    run = run_dvc(["repro", *options, *known_stages(stages)], echo)
+    run = run_dvc(["repro", *options, *stages], echo)
     if run.code != 0:
         raise run.fault(stages)
 

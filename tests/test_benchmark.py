@@ -1,4 +1,4 @@
-"""Verification and benchmark: honest counts, listed mismatches, an alarm on broken wiring, documents of the agreed shape."""
+"""Verification and benchmark: honest counts, listed mismatches, an alarm on broken wiring, documents as agreed."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
 from components.core.config import Task
@@ -34,9 +35,13 @@ ANSWER_COLUMNS = (
     *("prompt_id", "task", "split", "prompt_ids", "answer_ids", "answer"),
     *("stop_reason", "echo_rate", "looping", "shard", "row"),
 )
-ANSWER_FACTS = ("answer_tokens", "over_budget", "blank", "loops", "prompt_differs", "place_taken", "task_coverage")
+ANSWER_FACTS = (
+    *("answer_tokens", "over_budget", "blank", "loops", "prompt_differs", "place_taken"),
+    *("task_loop_share", "task_coverage"),
+)
 LIST_COLUMNS = ("prompt_ids", "answer_ids")
 TEXT_COLUMNS = ("prompt_id", "task", "split", "group", "slots", "source_text", "answer", "stop_reason")
+NUMBER_COLUMNS = ("prompt_tokens", "echo_rate", "looping", "shard", "row")
 
 
 def read_table(path: Path, remedy: str) -> pd.DataFrame:
@@ -54,19 +59,20 @@ def read_table(path: Path, remedy: str) -> pd.DataFrame:
 
 
 def is_readable(frame: pd.DataFrame, columns: Sequence[str]) -> bool:
-    """Whether facts can be computed: rows, every column, no nulls, lists where lists and text where text belongs.
+    """Whether facts can be computed: rows, every column, no nulls, and lists, texts and numbers where they belong.
 
     Where this is false the facts are left out, and the rules that need them fail by name.
     """
     if frame.empty or not set(columns) <= set(frame.columns) or bool(frame[list(columns)].isna().any(axis=None)):
         return False
-    lists = all(
-        hasattr(value, "tolist") or isinstance(value, list)
-        for name in LIST_COLUMNS
-        if name in columns
-        for value in frame[name]
+    lists = [frame[name] for name in LIST_COLUMNS if name in columns]
+    texts = [frame[name] for name in TEXT_COLUMNS if name in columns]
+    numbers = [frame[name] for name in NUMBER_COLUMNS if name in columns]
+    return (
+        all(isinstance(value, list | np.ndarray) for column in lists for value in column)
+        and all(isinstance(value, str) for column in texts for value in column)
+        and all(pd.api.types.is_numeric_dtype(column) for column in numbers)
     )
-    return lists and all(isinstance(value, str) for name in TEXT_COLUMNS if name in columns for value in frame[name])
 
 
 def prompt_facts(
@@ -154,6 +160,7 @@ def answer_facts(frame: pd.DataFrame, prompts: pd.DataFrame, templates: Mapping[
         blank, loops: 0 or 1.
         prompt_differs: 1 where ids, task or split are not those of the prompt table.
         place_taken: 1 where two rows claim one row of one feature shard.
+        task_loop_share: looping answers over all answers of the task.
         task_coverage: answers of the task over its train and validation prompts.
     """
     if not is_readable(frame, ANSWER_COLUMNS) or not is_readable(prompts, PROMPT_COLUMNS):
@@ -171,6 +178,7 @@ def answer_facts(frame: pd.DataFrame, prompts: pd.DataFrame, templates: Mapping[
         int(known.get(name) != identity) for name, identity in zip(frame["prompt_id"], _identities(frame), strict=True)
     ]
     frame["place_taken"] = (frame.duplicated(["shard", "row"], keep=False) & (frame["shard"] >= 0)).astype(int)
+    frame["task_loop_share"] = frame.groupby("task")["loops"].transform("mean")
     wanted = prompts[prompts["split"] != "test"].groupby("task").size()
     frame["task_coverage"] = [
         count / wanted.get(task, 1)

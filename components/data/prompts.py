@@ -12,21 +12,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from pydantic import ValidationError
 
 from components.core.config import SPLITS, Task
 from components.core.errors import UserError
-from components.core.files import atomic_path, read_json, write_json
-from components.core.manifest import TaskPrompt
 from components.data import recipes
 from components.data.corpora import Conversation, word_ngrams
 from components.data.recipes import Candidate
 from components.data.splits import DataParams, assign_rows, split_of
-
-if TYPE_CHECKING:
-    import pyarrow
+from components.data.table import Prompt
 
 FILL_ORDER = ("train", "test", "validation")  # each is kept apart from those before it
 
@@ -40,31 +33,6 @@ class Corpus:
     chats: tuple[Conversation, ...]
     misspellings: Mapping[str, tuple[str, ...]]
     names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One row of the prompt table.
-
-    Args:
-        prompt_id: sha256[:16] of task and slots.
-        group: the conversation; never in two splits.
-        source_text: the text the answer is about, as a person wrote it.
-        prompt_ids: token ids, template included, exactly as a runtime makes them.
-    """
-
-    prompt_id: str
-    task: str
-    split: str
-    group: str
-    slots: Mapping[str, str]
-    source_text: str
-    prompt_ids: tuple[int, ...]
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length in tokens."""
-        return len(self.prompt_ids)
 
 
 def build_prompts(tasks: Mapping[str, Task], data: DataParams, corpus: Corpus, encode: Encode) -> tuple[Prompt, ...]:
@@ -180,72 +148,3 @@ def _pool(task: Task, chats: Sequence[Conversation], corpus: Corpus, seed: int, 
             yield Candidate(candidate.group, used, candidate.source_text)
 
     return candidates
-
-
-def schema() -> pyarrow.Schema:
-    """Columns of prompts.parquet."""
-    import pyarrow as pa
-
-    text, ids = pa.string(), pa.list_(pa.int32())
-    columns = ("prompt_id", "task", "split", "group", "slots", "source_text")
-    return pa.schema([(name, text) for name in columns] + [("prompt_ids", ids), ("prompt_tokens", pa.int32())])
-
-
-def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Write the table as Parquet, atomically; the same prompts give the same bytes."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [
-        {
-            **{
-                name: getattr(prompt, name)
-                for name in ("prompt_id", "task", "split", "group", "source_text", "prompt_tokens")
-            },
-            "slots": json.dumps(dict(prompt.slots), ensure_ascii=False, sort_keys=True),
-            "prompt_ids": list(prompt.prompt_ids),
-        }
-        for prompt in prompts
-    ]
-    with atomic_path(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema()), temporary, compression="zstd")
-
-
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Read the table.
-
-    Raises:
-        UserError: missing, not Parquet, or without a column.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    remedy = "run `mtp repro prompts`"
-    try:
-        rows = pq.read_table(path, columns=[name for name in schema().names if name != "prompt_tokens"]).to_pylist()
-        return tuple(
-            Prompt(**{**row, "slots": json.loads(row["slots"]), "prompt_ids": tuple(row["prompt_ids"])}) for row in rows
-        )
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing", "no such file", remedy) from None
-    except (pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not a prompt table", str(error), remedy) from None
-
-
-def write_templates(path: Path, templates: Mapping[str, TaskPrompt]) -> None:
-    """Write the rendered templates by task, atomically."""
-    write_json(path, {name: template.model_dump(mode="json") for name, template in templates.items()})
-
-
-def read_templates(path: Path) -> dict[str, TaskPrompt]:
-    """Read the rendered templates by task.
-
-    Raises:
-        UserError: missing, not JSON, or of another shape.
-    """
-    remedy = "run `mtp repro prompts`"
-    document = read_json(path, remedy)
-    try:
-        return {name: TaskPrompt.model_validate(template) for name, template in document.items()}
-    except (ValidationError, AttributeError) as error:
-        raise UserError(f"{path} does not hold prompt templates", str(error), remedy) from None

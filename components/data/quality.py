@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MIN_LETTER_SHARE = 0.6  # a little below what corpora.is_usable asks of one message: here the names' quotes count too
 MAX_LOOP_SHARE = 0.25  # a small backbone loops on some prompts; beyond this the decoding or the template is wrong
+MAX_TASK_LOOP_SHARE = 0.5  # smart replies of the default backbone: 0.35; beyond half, what is left is no fair sample
 MAX_BLANK_SHARE = 0.05  # now and then the first token ends the answer; often means that the template is wrong
 MIN_TASK_COVERAGE = 0.75  # answers a task must keep of its prompts after filtering
 
@@ -115,6 +116,7 @@ def answer_rules(tasks: Sequence[str]) -> tuple[Rule, ...]:
         _column("ValuesToBeBetween", "echo_rate", min_value=0, max_value=1),
         _column("MeanToBeBetween", "blank", max_value=MAX_BLANK_SHARE),
         _column("MeanToBeBetween", "loops", max_value=MAX_LOOP_SHARE),
+        _column("ValuesToBeBetween", "task_loop_share", max_value=MAX_TASK_LOOP_SHARE),
         _column("ValuesToBeBetween", "task_coverage", min_value=MIN_TASK_COVERAGE, max_value=1),
         _same("prompt_differs", 0),
         _same("place_taken", 0),

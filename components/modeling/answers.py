@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from components.core.files import atomic_path
-from components.data.prompts import Prompt
+from components.data.table import Prompt
 from components.decoding.metrics import echo_rate, is_looping
 from components.modeling.features import read_shard
 

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from components.core.parallel import map_processes
-from components.data.prompts import Prompt, read_templates
+from components.data.table import Prompt, read_templates
 from components.decoding.metrics import add_up, bootstrap_interval, echo_rate
 from components.modeling.backbone import load_backbone
 from components.modeling.head import MTPHead

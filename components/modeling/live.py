@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from components.core.errors import UserError
 from components.core.manifest import TaskPrompt
-from components.data.prompts import Prompt
+from components.data.table import Prompt
 from components.decoding.loop import Drafter, Round, decode_greedy, decode_with_drafts
 from components.decoding.metrics import Acceptance, add_up, count_rounds, first_mismatch
 from components.decoding.stopping import Answer, StopRule

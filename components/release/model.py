@@ -80,7 +80,7 @@ class BundleModel(PythonModel):
         draft = bool((params or {}).get("draft", True))
         return pd.DataFrame([self._answer(row, draft) for row in model_input.to_dict(orient="records")])
 
-    def _answer(self, row: Mapping[str, Any], draft: bool) -> dict[str, Any]:
+    def _answer(self, row: Mapping[Any, Any], draft: bool) -> dict[str, Any]:
         task = str(row["task"])
         slots = fill_from_text(self.bundle.task(task).rendered, _text(row.get("text")), _slots(row.get("slots")))
         generation = self.bundle.complete(task, slots, draft)

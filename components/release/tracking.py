@@ -24,7 +24,7 @@ from components.core.host import set_quiet_environment
 
 set_quiet_environment()
 MLFLOW_ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # an absent server is told in seconds, not in the default quarter of an hour
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # an absent server is told in seconds, not in minutes
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }

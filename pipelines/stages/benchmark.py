@@ -5,7 +5,7 @@ from __future__ import annotations
 from components.core import paths
 from components.core.errors import exits_cleanly
 from components.core.files import write_json
-from components.data.prompts import read_prompts
+from components.data.table import read_prompts
 from components.devices.benchmark import Plan, benchmark_rows, measure_costs, run_benchmark
 from components.devices.circumstances import created_with
 from components.devices.verification import first_test_prompts

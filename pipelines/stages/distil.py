@@ -16,7 +16,7 @@ from components.core.files import sha256_file, write_json
 from components.core.host import allowed_cores, host_card
 from components.core.paths import ANSWERS, BACKBONE, DISTILLED, DISTILLED_SUMMARY, FEATURES, PROMPTS, TEMPLATES, WORK
 from components.core.progress import Progress
-from components.data.prompts import Prompt, read_prompts, read_templates
+from components.data.table import Prompt, read_prompts, read_templates
 from components.modeling.answers import collect_answers, write_table
 from components.modeling.distill import distil_batches, make_batches
 from components.modeling.equality import compare_with_single

@@ -9,7 +9,7 @@ from components.core.files import write_json
 from components.core.host import allowed_cores, host_card
 from components.core.paths import BACKBONE, EVALUATION_REPORT, HEAD, PROMPTS, TEMPLATES
 from components.core.progress import Progress
-from components.data.prompts import read_prompts, read_templates
+from components.data.table import read_prompts, read_templates
 from components.decoding.metrics import add_up
 from components.modeling.evaluation import compare_prompts, evaluation_row
 from components.modeling.live import Comparison, check_wiring

@@ -9,7 +9,7 @@ from components.core.errors import UserError, exits_cleanly
 from components.core.files import read_json, write_json
 from components.core.host import host_card
 from components.core.manifest import TaskPrompt, bundle_hash
-from components.data.prompts import read_prompts
+from components.data.table import read_prompts
 from components.devices.verification import first_test_prompts
 from components.modeling.backbone import load_backbone
 from components.modeling.head import MTPHead
@@ -35,7 +35,7 @@ def main() -> None:
     backbone, head = load_backbone(paths.BACKBONE), MTPHead.from_pretrained(paths.HEAD)
     runtime = params.runtime
     settings = BundleSettings(
-        name=params.registry.model_name,
+        name=f"{backbone.card.source} with an MTP head",
         max_length=runtime.max_length,
         draft_length=runtime.draft_length,
         oldest_onnxruntime=runtime.oldest_onnxruntime,

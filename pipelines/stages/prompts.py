@@ -13,7 +13,8 @@ from components.core.errors import UserError, exits_cleanly
 from components.core.manifest import TaskPrompt
 from components.core.paths import BACKBONE, PROMPTS, RAW_CHAT, RAW_MISSPELLINGS, TEMPLATES
 from components.data.corpora import load_chats, load_misspellings
-from components.data.prompts import Corpus, build_prompts, write_prompts, write_templates
+from components.data.prompts import Corpus, build_prompts
+from components.data.table import write_prompts, write_templates
 from components.data.recipes import first_names
 from components.data.template import encode_prompt, render_prompt
 from pipelines.stages.common import stage_params

@@ -17,7 +17,7 @@ from components.core.errors import UserError, exits_cleanly
 from components.core.files import sha256_file, write_json
 from components.core.host import host_card, resolve_threads
 from components.core.paths import ANSWERS, BACKBONE, FEATURES, HEAD, PROMPTS, TEMPLATES, TRAINING_REPORT, WORK
-from components.data.prompts import read_prompts, read_templates
+from components.data.table import read_prompts, read_templates
 from components.modeling.answers import training_prompts
 from components.modeling.backbone import Backbone, hash_weights, load_backbone
 from components.modeling.features import Sequence, read_shards

@@ -5,7 +5,7 @@ from __future__ import annotations
 from components.core import paths
 from components.core.errors import exits_cleanly
 from components.core.files import write_json
-from components.data.prompts import read_prompts
+from components.data.table import read_prompts
 from components.devices.circumstances import created_with
 from components.devices.verification import check_prompt_ids, first_test_prompts, verification_rows, verify_bundle
 from components.onnx.runtime import open_bundle
