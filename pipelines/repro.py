@@ -36,8 +36,8 @@ Echo = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class DvcRun:
-    """How a `dvc` command ended.
+class Ended:
+    """How a child process, mostly `dvc`, ended.
 
     Attributes:
         code: its exit status; negative when a signal ended it.
@@ -47,19 +47,18 @@ class DvcRun:
     code: int
     tail: str
 
-    def fault(self, stages: Sequence[str]) -> UserError:
-        """Three lines about a run that failed: the stage's own where it left any."""
+    def fault(self, what: str) -> UserError:
+        """Three lines about a run that failed: the child's own where it left any, else about ``what``."""
         found = list(THREE_LINES.finditer(self.tail))
         if found:
             return UserError(*found[-1].group("what", "seen", "do"))
-        named = FAILED_STAGE.search(self.tail)
-        stage = named.group(1) if named else " ".join(stages)
+        if named := FAILED_STAGE.search(self.tail):
+            what = f"stage {named.group(1)}"
         lines = [line for line in self.tail.splitlines() if line.strip() and not FAILED_STAGE.search(line)]
         seen = lines[-1] if lines else f"exit status {self.code}"
         if self.code < 0:
             seen = f"ended by signal {-self.code}"
-        what = f"the stage {stage} failed" if stage else "`dvc repro` failed"
-        return UserError(what, seen, "read the output above, then run the same command again")
+        return UserError(f"{what} failed", seen, "read the output above, then run the same command again")
 
 
 def child_environment() -> dict[str, str]:
@@ -92,7 +91,7 @@ def check_disk(needed_bytes: int = WHOLE_RUN_BYTES, folder: Path = Path()) -> No
         )
 
 
-def run_dvc(arguments: Sequence[str], echo: Echo) -> DvcRun:
+def run_dvc(arguments: Sequence[str], echo: Echo) -> Ended:
     """Run a `dvc` command, passing its output on line by line.
 
     Args:
@@ -113,7 +112,7 @@ def run_dvc(arguments: Sequence[str], echo: Echo) -> DvcRun:
         except KeyboardInterrupt:
             child.wait()  # the terminal has interrupted it as well: let it clean up, so that no lock is left
             raise
-    return DvcRun(code, "\n".join(tail))
+    return Ended(code, "\n".join(tail))
 
 
 def known_stages(wanted: Sequence[str]) -> None:
@@ -156,7 +155,7 @@ def reproduce(stages: Sequence[str], echo: Echo, single: bool = False) -> None:
     options = ["--single-item"] if single else []
     run = run_dvc(["repro", *options, *stages], echo)
     if run.code != 0:
-        raise run.fault(stages)
+        raise run.fault(f"stage {stages[0]}" if stages else "`dvc repro`")
 
 
 def has_results() -> bool:

@@ -13,9 +13,10 @@ from components.core.config import Data, SplitSizes, Task
 from components.data.corpora import Conversation, Message
 
 VOCABULARY = (
-    "walk river garden market winter summer picture window kitchen train ticket music guitar coffee dinner movie "
-    "teacher lesson homework mountain weather office meeting friend sister brother bicycle library painting holiday"
-).split()
+    *("walk", "river", "garden", "market", "winter", "summer", "picture", "window", "kitchen", "train"),
+    *("ticket", "music", "guitar", "coffee", "dinner", "movie", "teacher", "lesson", "homework", "mountain"),
+    *("weather", "office", "meeting", "friend", "sister", "brother", "bicycle", "library", "painting", "holiday"),
+)
 MISSPELLINGS = {word: (word[:2] + word[3:], word + word[-1]) for word in VOCABULARY}
 NAMES = ("Anna", "Ben", "Clara", "David", "Emil", "Frida")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def test_passes_of_every_width_agree_to_the_last_bit(bundle: Bundle, past: int) 
             np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="seen on x86 kernels; others may agree anyway"
+)
 def test_without_the_dummy_row_widths_do_differ(bundle_dir: Path, tmp_path: Path) -> None:
     """The test above can fail: with the padding taken out, one-row passes differ in the last bits."""
     folder = tmp_path / "bundle"

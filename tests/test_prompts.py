@@ -77,7 +77,9 @@ def test_chats_are_read_in_an_order_of_their_own(tmp_path: Path) -> None:
     assert len(second.messages) == 4
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"a": {"messages": [[{"txt": "x"}]]}}', '{"a": 3}', '{"a": {"messages": []}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[1]", "{}", '{"a": {"messages": [[{"txt": "x"}]]}}', '{"a": 3}', '{"a": {"messages": []}}']
+)
 def test_a_broken_chat_corpus_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "chat.json"
     path.write_text(content, encoding="utf-8")
@@ -87,7 +89,9 @@ def test_a_broken_chat_corpus_is_refused(tmp_path: Path, content: str) -> None:
 
 def test_misspellings_that_are_words_or_unlike_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
-    path.write_text("because becuase 'cause becausee\nluck lock lukc\nlock lcok\nthe teh\nraincoat rainjack\n", encoding="utf-8")
+    path.write_text(
+        "because becuase 'cause becausee\nluck lock lukc\nlock lcok\nthe teh\nraincoat rainjack\n", encoding="utf-8"
+    )
     found = load_misspellings(path)
     assert found == {"because": ("becausee", "becuase"), "luck": ("lukc",), "lock": ("lcok",), "the": ("teh",)}
     path.write_text("lonely\n", encoding="utf-8")
@@ -170,7 +174,9 @@ def test_names_come_from_the_pinned_list_and_are_many() -> None:
 def test_counts_are_exact_and_no_conversation_is_in_two_splits() -> None:
     prompts = build()
     counts = Counter((prompt.task, prompt.split) for prompt in prompts)
-    assert counts == {(task, split): n for task in TASKS for split, n in (("train", 20), ("validation", 4), ("test", 8))}
+    assert counts == {
+        (task, split): n for task in TASKS for split, n in (("train", 20), ("validation", 4), ("test", 8))
+    }
     splits = defaultdict(set)
     for prompt in prompts:
         splits[prompt.group].add(prompt.split)
@@ -200,7 +206,10 @@ def test_held_out_prompts_share_no_run_of_words_with_training_of_any_task() -> N
 
 def test_copies_really_cost_held_out_prompts() -> None:
     """One text for all: training may have it, the test split then has nothing left."""
-    same = tuple(Conversation(c.identity, (Message("s", "market river garden walk picture window kitchen train"),)) for c in CHATS)
+    same = tuple(
+        Conversation(c.identity, (Message("s", "market river garden walk picture window kitchen train"),))
+        for c in CHATS
+    )
     with pytest.raises(UserError, match="test"):
         build(corpus=Corpus(same, MISSPELLINGS, NAMES), data=data_params(1, 1, 1), tasks={"reply": TASKS["reply"]})
 
@@ -288,7 +297,9 @@ def test_a_users_rows_are_split_in_the_ratio_of_the_counts(tmp_path: Path) -> No
     path = write_jsonl(tmp_path / "mine.jsonl", rows(64))
     counts = Counter(prompt.split for prompt in build(data_params(400, 80, 160), tasks=own_task(path)))
     assert counts == {"train": 40, "validation": 8, "test": 16}
-    assert build(data_params(400, 80, 160), tasks=own_task(path)) == build(data_params(400, 80, 160), tasks=own_task(path))
+    assert build(data_params(400, 80, 160), tasks=own_task(path)) == build(
+        data_params(400, 80, 160), tasks=own_task(path)
+    )
 
 
 def test_three_rows_are_enough_and_two_are_not(tmp_path: Path) -> None:
@@ -303,7 +314,7 @@ def test_three_rows_are_enough_and_two_are_not(tmp_path: Path) -> None:
 def test_rows_of_one_group_stay_together_over_all_tasks(tmp_path: Path) -> None:
     grouped = [{**row, "group": f"g{number // 4}"} for number, row in enumerate(rows(40))]
     first, second = write_jsonl(tmp_path / "a.jsonl", grouped), write_jsonl(tmp_path / "b.jsonl", grouped[::-1])
-    tasks = {"a": own_task(first)["mine"], "b": own_task(second)["mine"]}
+    tasks = {"a": own_task(first)["mine"], "other": own_task(second)["mine"]}
     splits = defaultdict(set)
     for prompt in build(tasks=tasks):
         splits[prompt.group].add(prompt.split)
@@ -335,7 +346,9 @@ def test_a_wrong_row_is_named_by_its_line(tmp_path: Path, line: str, said: str) 
         build(tasks=own_task(path))
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "is missing"), (b"\n \n", "holds no row"), (b"\xff\xfe", "not UTF-8")])
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "is missing"), (b"\n \n", "holds no row"), (b"\xff\xfe", "not UTF-8")]
+)
 def test_a_file_without_rows_is_refused(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "mine.jsonl"
     if content is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import subprocess
 from pathlib import Path
 
@@ -66,8 +67,6 @@ def test_a_wheel_with_a_damaged_member_is_refused_even_at_the_pinned_hash(shelf:
     content = bytearray(wheel.read_bytes())
     content[content.index(b"right wrong")] ^= 0xFF  # stored, so one byte of the text itself: its checksum is now wrong
     wheel.write_bytes(content)
-    import hashlib
-
     target = tmp_path / "raw" / "list.txt"
     with pytest.raises(UserError, match="damaged"):
         fetch_file(package(hashlib.sha256(content).hexdigest()), target)
@@ -128,7 +127,9 @@ def test_a_local_file_is_copied_and_its_hash_held(tmp_path: Path) -> None:
         fetch_file(Package(source=f"path:{source}", sha256="0" * 64), tmp_path / "raw" / "chat.json")
 
 
-@pytest.mark.parametrize(("source", "said"), [("path:none.json", "cannot be read"), ("path:.", "cannot be read"), ("hub:a/b", "single file")])
+@pytest.mark.parametrize(
+    ("source", "said"), [("path:none.json", "cannot be read"), ("path:.", "cannot be read"), ("hub:a/b", "single file")]
+)
 def test_a_source_that_gives_no_file_is_refused(tmp_path: Path, source: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         fetch_file(Package(source=source), tmp_path / "chat.json")

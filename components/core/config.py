@@ -91,7 +91,9 @@ class Data(Strict):
     seed: int
     prompts_per_task: SplitSizes
     max_prompt_tokens: Positive = Field(description="longer prompts are left out")
-    deduplicate_ngram: Positive = Field(description="test prompts sharing a run of so many words with training are left out")
+    deduplicate_ngram: Positive = Field(
+        description="test prompts sharing a run of so many words with training are left out"
+    )
 
 
 class Distil(Strict):
@@ -104,7 +106,9 @@ class Distil(Strict):
 class Head(Strict):
     """Shape of the MTP head."""
 
-    kv_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, description="backbone layer read by each head layer")
+    kv_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        min_length=1, description="backbone layer read by each head layer"
+    )
     intermediate_size: Positive
     draft_vocabulary_size: Positive
 

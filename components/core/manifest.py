@@ -117,7 +117,9 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.model_validate(document)
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise UserError(f"{folder / MANIFEST_FILE} is not a manifest of this version", f"problem at {where}", remedy) from None
+        raise UserError(
+            f"{folder / MANIFEST_FILE} is not a manifest of this version", f"problem at {where}", remedy
+        ) from None
 
 
 def bundle_hash(folder: Path) -> str:
@@ -139,4 +141,6 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         if not path.is_file():
             raise UserError(f"the bundle lacks {name}", f"no such file in {folder}", remedy)
         if (seen := sha256_file(path)) != expected:
-            raise UserError(f"{name} differs from the bundle's manifest", f"sha256 {seen[:16]}.., not {expected[:16]}..", remedy)
+            raise UserError(
+                f"{name} differs from the bundle's manifest", f"sha256 {seen[:16]}.., not {expected[:16]}..", remedy
+            )

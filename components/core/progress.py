@@ -36,4 +36,6 @@ class Progress:
         left_s = (self.total - self.done) / rate if rate > 0 else float("inf")
         left = f"{left_s:.0f} s left" if left_s < 90 else f"{left_s / 60:.0f} min left"
         ending = f"{elapsed:.0f} s in all" if self.done >= self.total else left
-        return f"{self.label}: {self.done}/{self.total} {self.unit}, {rate:.3g}/s, {ending}{', ' + note if note else ''}"
+        return (
+            f"{self.label}: {self.done}/{self.total} {self.unit}, {rate:.3g}/s, {ending}{', ' + note if note else ''}"
+        )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PROMPT_COLUMNS = ("prompt_id", "task", "split", "group", "slots", "source_text", "prompt_ids", "prompt_tokens")
 PROMPT_FACTS = (
-    *("prompt_key", "length_gap", "group_splits", "shared_ngrams", "template_kept"),
+    *("prompt_key", "length_gap", "task_splits", "group_splits", "shared_ngrams", "template_kept"),
     *("control_token_gap", "doubled_start", "broken_characters", "letter_share"),
 )
 ANSWER_COLUMNS = (
@@ -87,6 +87,7 @@ def prompt_facts(
     Columns:
         prompt_key: hash of the ids.
         length_gap: tokens miscounted.
+        task_splits: splits that hold the row's task.
         group_splits: splits that hold the row's group.
         shared_ngrams: word runs shared with a split before it (train, test, validation).
         template_kept: "yes" where the ids decode to the filled template.
@@ -105,6 +106,7 @@ def prompt_facts(
     in_template = {text: sum(token in control_ids for token in _encode(tokenizer, text)) for text in set(rendered)}
     frame["prompt_key"] = [hashlib.sha256(json.dumps(row).encode()).hexdigest() for row in ids]
     frame["length_gap"] = [count - len(row) for count, row in zip(frame["prompt_tokens"], ids, strict=True)]
+    frame["task_splits"] = frame.groupby("task")["split"].transform("nunique")
     frame["group_splits"] = frame.groupby("group")["split"].transform("nunique")
     frame["shared_ngrams"] = _shared_ngrams(frame, ngram)
     frame["template_kept"] = [

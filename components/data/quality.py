@@ -86,9 +86,9 @@ def prompt_rules(tasks: Sequence[str], max_prompt_tokens: int) -> tuple[Rule, ..
         _column("ValuesToBeUnique", "prompt_key"),
         _column("DistinctValuesToEqualSet", "split", value_set=list(SPLITS)),
         _column("DistinctValuesToEqualSet", "task", value_set=list(tasks)),
-        *(_every_split(task) for task in tasks),
         _column("ValuesToBeBetween", "prompt_tokens", min_value=1, max_value=max_prompt_tokens),
         _same("length_gap", 0),
+        _same("task_splits", len(SPLITS)),
         _same("group_splits", 1),
         _same("shared_ngrams", 0),
         _same("template_kept", "yes"),
@@ -97,11 +97,6 @@ def prompt_rules(tasks: Sequence[str], max_prompt_tokens: int) -> tuple[Rule, ..
         _same("broken_characters", 0),
         _column("ValuesToBeBetween", "letter_share", min_value=MIN_LETTER_SHARE),
     )
-
-
-def _every_split(task: str) -> Rule:
-    arguments = {"value_set": list(SPLITS), "row_condition": f'task == "{task}"', "condition_parser": "pandas"}
-    return _column("DistinctValuesToEqualSet", "split", **arguments)
 
 
 def answer_rules(tasks: Sequence[str]) -> tuple[Rule, ...]:
@@ -194,8 +189,6 @@ def _outcome(result: Any) -> Outcome:
     else:
         observed = str(seen.get("observed_value", ""))[:200]
     column = str(arguments.get("column", ""))
-    if condition := arguments.get("row_condition"):
-        column += f" where {condition}"
     return Outcome(result.expectation_config.type, column, bool(result.success), observed)
 
 

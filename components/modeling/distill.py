@@ -81,9 +81,7 @@ class BatchDecoder:
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[CapturedSequence]:
         """Decode every prompt of the batch; the result is in the order of its prompts."""
-        rule = StopRule(
-            frozenset(self.backbone.card.eos_ids), tuple(batch.task.stop_texts), batch.task.max_new_tokens
-        )
+        rule = StopRule(frozenset(self.backbone.card.eos_ids), tuple(batch.task.stop_texts), batch.task.max_new_tokens)
         answers = [Answer(rule, self.decode) for _ in batch.prompts]
         hidden: list[list[Tensor]] = [[] for _ in batch.prompts]
         done: dict[int, CapturedSequence] = {}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -117,6 +118,8 @@ class MTPHead(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
+        self.embedding_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.state_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(HeadLayer(config) for _ in config.kv_layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -142,7 +145,8 @@ class MTPHead(nn.Module):
         Returns:
             The normalised output state, [batch, anchors, hidden_size]; multiply by the draft rows of the output matrix for logits.
         """
-        x = self.pre_projection(torch.cat((embedding, state), dim=-1))
+        # Hidden states are some fifteen times longer than embeddings here; unnormalised, they drown the newest token.
+        x = self.pre_projection(torch.cat((self.embedding_norm(embedding), self.state_norm(state)), dim=-1))
         for layer, (keys, values) in zip(self.layers, keys_values, strict=True):
             x = layer(x, keys, values, mask, cos, sin)
         normalised: Tensor = self.norm(x)
@@ -174,6 +178,6 @@ class MTPHead(nn.Module):
         try:
             head = cls(HeadConfig.model_validate(document))
             head.load_state_dict(load_file(folder / WEIGHTS_FILE))
-        except (ValidationError, OSError, RuntimeError, ValueError) as error:
+        except (ValidationError, SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise UserError(f"{folder} is not a whole MTP head", str(error)[:200], remedy) from None
         return head.eval()

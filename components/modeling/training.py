@@ -2,8 +2,8 @@
 
 Owns the loss (weighted cross-entropy per depth, FastMTP arXiv 2509.18362), the schedule and the loop with its
 checkpoints. It refuses to run without a supervised position, skips and counts batches that have none or whose loss is
-not finite, and saves no NaN. Its surprising decision: the head's layers start as copies of the backbone's own layers whose cache they
-read: their queries then match those keys from the first step.
+not finite, and saves no NaN. Its surprising decision: the head starts from random weights. Starting its layers as copies
+of the backbone layers they read, or its norm as the backbone's, learned more slowly (docs/recipe-log.md).
 """
 
 from __future__ import annotations
@@ -68,10 +68,8 @@ class TrainingResult:
     final_losses: list[float]
 
 
-def new_head(
-    shape: Head, backbone: Backbone, sequences: Sequence[CapturedSequence], seed: int
-) -> MTPHead:
-    """A head for ``backbone``, its draft vocabulary cut by frequency, its layers started from the backbone's.
+def new_head(shape: Head, backbone: Backbone, sequences: Sequence[CapturedSequence], seed: int) -> MTPHead:
+    """A head for ``backbone``, its draft vocabulary cut by frequency.
 
     Raises:
         UserError: a layer in ``kv_layers`` does not exist.
@@ -79,11 +77,13 @@ def new_head(
     card = backbone.card
     if max(shape.kv_layers) >= card.layers:
         raise UserError(
-            f"head.kv_layers names layer {max(shape.kv_layers)}", f"the backbone has layers 0..{card.layers - 1}", "correct head.kv_layers"
+            f"head.kv_layers names layer {max(shape.kv_layers)}",
+            f"the backbone has layers 0..{card.layers - 1}",
+            "correct head.kv_layers",
         )
     chosen = choose_draft_vocabulary(sequences, shape.draft_vocabulary_size, card.vocab_size, card.eos_ids)
     torch.manual_seed(seed)
-    head = MTPHead(
+    return MTPHead(
         HeadConfig(
             hidden_size=card.hidden_size,
             intermediate_size=shape.intermediate_size,
@@ -97,33 +97,14 @@ def new_head(
             draft_to_target=tuple(chosen),
         )
     )
-    copy_backbone_layers(head, backbone)
-    return head
-
-
-@torch.no_grad()
-def copy_backbone_layers(head: MTPHead, backbone: Backbone) -> None:
-    """Start each head layer from the backbone layer it reads, wherever shapes agree; the projection averages its inputs."""
-    for layer, number in zip(head.layers, head.config.kv_layers, strict=True):
-        source = backbone.model.model.layers[number]
-        pairs = {
-            "attention_norm": source.input_layernorm,
-            "q_proj": source.self_attn.q_proj,
-            "o_proj": source.self_attn.o_proj,
-            "mlp_norm": source.post_attention_layernorm,
-            "gate_proj": source.mlp.gate_proj,
-            "up_proj": source.mlp.up_proj,
-            "down_proj": source.mlp.down_proj,
-        }
-        for name, module in pairs.items():
-            target = layer.get_submodule(name).get_parameter("weight")
-            if target.shape == module.weight.shape:
-                target.copy_(module.weight)
-    head.norm.weight.copy_(backbone.model.model.norm.weight)
 
 
 def draft_step_losses(
-    head: MTPHead, batch: TrainingBatch, embed: Callable[[Tensor], Tensor], draft_rows: Tensor, step_weights: Sequence[float]
+    head: MTPHead,
+    batch: TrainingBatch,
+    embed: Callable[[Tensor], Tensor],
+    draft_rows: Tensor,
+    step_weights: Sequence[float],
 ) -> StepResult:
     """Unroll the head over a batch.
 
@@ -170,7 +151,13 @@ class Trainer:
     def __init__(
         self, head: MTPHead, backbone: Backbone, sequences: Sequence[CapturedSequence], settings: Train, folder: Path
     ) -> None:
-        self.head, self.backbone, self.sequences, self.settings, self.folder = head, backbone, sequences, settings, folder
+        self.head, self.backbone, self.sequences, self.settings, self.folder = (
+            head,
+            backbone,
+            sequences,
+            settings,
+            folder,
+        )
         self.vocabulary: DraftVocabulary = make_vocabulary(head.config.draft_to_target, backbone.card.vocab_size)
         self.draft_rows = backbone.output_rows[self.vocabulary.draft_to_target].contiguous()
         self.optimizer = torch.optim.AdamW(
@@ -267,7 +254,9 @@ class Trainer:
                 per_depth[depth] += int(known[depth + 1 :].sum())
             outside += int((~known[1:]).sum())
         if per_depth[0] == 0:
-            raise UserError("nothing to train on", "no answer token is supervised", "check data/distilled/answers.parquet")
+            raise UserError(
+                "nothing to train on", "no answer token is supervised", "check data/distilled/answers.parquet"
+            )
         return per_depth, outside
 
 

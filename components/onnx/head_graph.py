@@ -146,7 +146,8 @@ class _HeadWriter:
         """(token, state) -> the next normalised state, [1, 1, hidden_size]."""
         add, layers = self.nodes.add, self.config.kv_layers
         embedding = add("Mul", add("Gather", EMBEDDING, token), self.scale)
-        x = add("MatMul", add("Concat", embedding, state, axis=-1), self.weight["pre_projection.weight"])
+        inputs = [self._norm(embedding, "embedding_norm.weight"), self._norm(state, "state_norm.weight")]
+        x = add("MatMul", add("Concat", *inputs, axis=-1), self.weight["pre_projection.weight"])
         for index, kv_layer in enumerate(layers):
             x = self._layer(f"layers.{index}", kv_layer, x, visible, position)
         return self._norm(x, "norm.weight")

@@ -61,6 +61,13 @@ class Source:
             raise Unusable(f"{'.'.join(keys)} is {value!r}, not a text")
         return value
 
+    def names(self, *keys: str) -> list[str]:
+        """Sorted keys of an object that is not empty."""
+        value = self.at(*keys)
+        if not isinstance(value, Mapping) or not value:
+            raise Unusable(f"{'.'.join(keys)} names nothing")
+        return sorted(map(str, value))
+
     def tasks(self) -> dict[str, Mapping[str, Any]]:
         """Rows of ``tasks`` by name; each must have measured at least one prompt."""
         rows = self.at("tasks")

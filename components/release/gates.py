@@ -102,10 +102,10 @@ def _rules(evidence: Evidence, gates: Gates) -> Iterator[_Rule]:
 def _known_tasks(evidence: Evidence) -> list[str]:
     """The bundle's tasks and any other that evidence speaks of: a surplus task is judged, not overlooked."""
     names: set[str] = set()
-    for read in (lambda: evidence.manifest.at("tasks"), *(getattr(evidence, name).tasks for name in PER_TASK)):
+    for read in (lambda: evidence.manifest.names("tasks"), *(getattr(evidence, name).tasks for name in PER_TASK)):
         try:
             names.update(read())
-        except (Unusable, TypeError):
+        except Unusable:
             continue
     return sorted(names)
 
@@ -121,7 +121,7 @@ def _identity_rules(evidence: Evidence) -> Iterator[_Rule]:
         source: Source = getattr(evidence, name)
         bound, read = manifest.sha256 or None, _reader(source.text, "bundle_sha256")
         yield _Rule(f"{name} is about this bundle", source, bound, read, _equals(bound))
-    bundle_tasks = _quoted(lambda: ", ".join(sorted(manifest.at("tasks"))))
+    bundle_tasks = _quoted(lambda: ", ".join(manifest.names("tasks")))
     for name in PER_TASK:
         source = getattr(evidence, name)
         read = _reader(lambda s: ", ".join(sorted(s.tasks())), source)
@@ -193,5 +193,5 @@ def _quoted(read: Callable[[], str]) -> str | None:
     """A bound that is itself evidence; None when it cannot be read."""
     try:
         return read() or None
-    except (Unusable, TypeError):
+    except Unusable:
         return None

@@ -9,6 +9,7 @@ which break when the project is moved.
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import mlflow
+import mlflow.pyfunc
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
@@ -212,19 +213,32 @@ def point_alias(registry: Registry, version: int | None, alias: str = CANDIDATE)
         raise store_fault(registry, error) from None
 
 
+@contextmanager
+def _addressed(address: str) -> Iterator[None]:
+    """Let MLflow resolve `models:/` at ``address``; its setters would leave that in the environment of every child."""
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, address))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
 def load_candidate(registry: Registry, alias: str = CANDIDATE) -> Any:
     """Load the model that an alias points to; returns MLflow's PyFuncModel.
 
     Raises:
         UserError: no version has that alias, or its files are gone.
     """
-    address = resolve_tracking_uri(registry)
     open_client(registry)
-    mlflow.set_tracking_uri(address)
-    mlflow.set_registry_uri(address)
     uri = f"models:/{registry.model_name}@{alias}"
     try:
-        return mlflow.pyfunc.load_model(uri)
+        with _addressed(resolve_tracking_uri(registry)):
+            return mlflow.pyfunc.load_model(uri)
     except (MlflowException, FileNotFoundError) as error:
         raise UserError(
             f"{uri} cannot be loaded", str(error)[:200], "run `mtp release` in the project folder"

@@ -29,7 +29,7 @@ from components.release.gates import Decision, decide
 from components.release.registry import Published, ReleaseTags
 from pipelines.flows.build import say
 from pipelines.flows.steps import StepFailed, completed, fails_quietly
-from pipelines.repro import DvcRun, child_environment
+from pipelines.repro import Ended, child_environment
 
 SMOKE = "pipelines.flows.smoke"
 
@@ -79,7 +79,7 @@ def smoke_test(published: Published) -> str:
     command = [sys.executable, "-m", SMOKE, published.bundle_sha256]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise DvcRun(done.returncode, done.stdout + done.stderr).fault(["smoke test"])
+        raise Ended(done.returncode, done.stdout + done.stderr).fault("the smoke test")
     return done.stdout.strip()
 
 

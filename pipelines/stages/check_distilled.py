@@ -5,8 +5,8 @@ from __future__ import annotations
 from components.core.errors import exits_cleanly
 from components.core.paths import ANSWERS, CONTRACTS, DATA_DOCS, PROMPTS, TEMPLATES
 from components.data.facts import answer_facts, read_table
-from components.data.table import read_templates
 from components.data.quality import answer_rules, judge, require, write_report
+from components.data.table import read_templates
 from pipelines.stages.common import stage_params
 
 

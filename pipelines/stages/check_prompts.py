@@ -7,8 +7,8 @@ from tokenizers import Tokenizer
 from components.core.errors import exits_cleanly
 from components.core.paths import BACKBONE, CONTRACTS, DATA_DOCS, PROMPTS, TEMPLATES
 from components.data.facts import prompt_facts, read_table
-from components.data.table import read_templates
 from components.data.quality import judge, prompt_rules, require, write_report
+from components.data.table import read_templates
 from pipelines.stages.common import stage_params
 
 

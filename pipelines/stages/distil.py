@@ -68,9 +68,7 @@ def main() -> None:
     answers = collect_answers(prompts, folder)
     torch.set_num_threads(1)
     decode = Tokenizer.from_file(str(BACKBONE / "tokenizer.json")).decode
-    equality = compare_with_single(
-        answers, BACKBONE, read_templates(TEMPLATES), decode, params.distil.equality_prompts
-    )
+    equality = compare_with_single(answers, BACKBONE, read_templates(TEMPLATES), decode, params.distil.equality_prompts)
     DISTILLED.mkdir(parents=True, exist_ok=True)
     write_table(ANSWERS, answers)
     summary = {

@@ -25,9 +25,7 @@ def main() -> None:
     tasks = list(read_templates(TEMPLATES))
     chosen = [p for task in tasks for p in [q for q in test if q.task == task][: settings.prompts_per_task]]
     progress, results = Progress("evaluate", len(chosen), "prompts"), {}
-    compared = compare_prompts(
-        chosen, BACKBONE, HEAD, TEMPLATES, params.runtime.max_length, length, allowed_cores()
-    )
+    compared = compare_prompts(chosen, BACKBONE, HEAD, TEMPLATES, params.runtime.max_length, length, allowed_cores())
     for result in compared:
         results[result.prompt.prompt_id] = result
         progress.advance()

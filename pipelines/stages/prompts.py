@@ -14,8 +14,8 @@ from components.core.manifest import TaskPrompt
 from components.core.paths import BACKBONE, PROMPTS, RAW_CHAT, RAW_MISSPELLINGS, TEMPLATES
 from components.data.corpora import load_chats, load_misspellings
 from components.data.prompts import Corpus, build_prompts
-from components.data.table import write_prompts, write_templates
 from components.data.recipes import first_names
+from components.data.table import write_prompts, write_templates
 from components.data.template import encode_prompt, render_prompt
 from pipelines.stages.common import stage_params
 

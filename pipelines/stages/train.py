@@ -45,7 +45,9 @@ def load_training_sequences(answers: pd.DataFrame) -> list[Sequence]:
     wanted = training_prompts(answers)
     sequences = [sequence for sequence in read_shards(FEATURES) if sequence.prompt_id in wanted]
     if not sequences:
-        raise UserError("no answer is fit for training", f"{len(answers)} answers, all filtered", "check data/distilled")
+        raise UserError(
+            "no answer is fit for training", f"{len(answers)} answers, all filtered", "check data/distilled"
+        )
     return sequences
 
 
@@ -53,14 +55,21 @@ def start_tracking(params: Any, folder: Path) -> TrackingRun:
     """Open this run in MLflow, or the one that a killed run of the same work left behind."""
     file = folder / RUN_FILE
     known = json.loads(file.read_text())["run_id"] if file.exists() else None
-    flat = {f"{section}.{k}": v for section in ("head", "train") for k, v in getattr(params, section).model_dump().items()}
+    flat = {
+        f"{section}.{k}": v for section in ("head", "train") for k, v in getattr(params, section).model_dump().items()
+    }
     run = TrackingRun.start_or_resume(params.registry, "train", flat, {"stage": "train", "work": folder.name}, known)
     write_json(file, {"run_id": run.run_id})
     return run
 
 
 def training_report(
-    answers: pd.DataFrame, sequences: list[Sequence], hashes: tuple[str, str], result: TrainingResult, threads: int, run_id: str
+    answers: pd.DataFrame,
+    sequences: list[Sequence],
+    hashes: tuple[str, str],
+    result: TrainingResult,
+    threads: int,
+    run_id: str,
 ) -> dict[str, Any]:
     """The evidence that training leaves behind."""
     of_prompts = sum(len(sequence.prompt) for sequence in sequences)
@@ -109,12 +118,16 @@ def main() -> None:
     with start_tracking(params, folder) as run:
         trainer = Trainer(head, backbone, sequences, params.train, folder)
         result = trainer.run(lambda trained: evaluator.acceptance(trained, length, limit), run.log)
-        report = training_report(answers, sequences, (before, hash_weights(backbone.model)), result, threads, run.run_id)
+        report = training_report(
+            answers, sequences, (before, hash_weights(backbone.model)), result, threads, run.run_id
+        )
         head.save_pretrained(HEAD)
         write_json(TRAINING_REPORT, report)
         run.finish()
     shutil.rmtree(folder, ignore_errors=True)
-    print(f"train: {report['trained_tokens']} supervised tokens ({report['trained_share']:.0%} of all), {result.steps} steps")
+    print(
+        f"train: {report['trained_tokens']} supervised tokens ({report['trained_share']:.0%} of all), {result.steps} steps"
+    )
 
 
 if __name__ == "__main__":

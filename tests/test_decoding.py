@@ -1,0 +1,165 @@
+"""The draft-verify loop equals plain greedy decoding, to the token, whatever the drafter says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from components.decoding.lookup import PromptLookup
+from components.decoding.loop import Round, decode_greedy, decode_with_drafts
+from components.decoding.metrics import (
+    add_up,
+    bootstrap_interval,
+    count_rounds,
+    echo_rate,
+    first_mismatch,
+    is_looping,
+)
+from components.decoding.stopping import Answer, StopRule
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def letters(tokens: Sequence[int]) -> str:
+    return "".join(LETTERS[token % 26] for token in tokens)
+
+
+class ScriptedBackbone:
+    """Always continues the script; refuses to read rows that were never kept."""
+
+    def __init__(self, script: Sequence[int], max_length: int = 10_000) -> None:
+        self.script, self.rows, self.tentative, self.prompt = list(script), 0, 0, 0
+        self.max_length = max_length
+        self.passes = 0
+
+    @property
+    def length(self) -> int:
+        return self.rows
+
+    def prefill(self, tokens: Sequence[int]) -> int:
+        self.rows = self.prompt = len(tokens)
+        return self.script[0]
+
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        assert self.tentative == 0, "the last pass was never settled with keep()"
+        assert self.rows + len(tokens) <= self.max_length
+        at = self.rows - self.prompt
+        assert tokens[0] == self.script[at], "the newest token must be the backbone's own"
+        self.tentative = len(tokens)
+        self.passes += 1
+        wrong = [-1] * len(tokens)
+        truth, right = [], True
+        for index, token in enumerate(tokens):
+            right = right and token == self.script[at + index]
+            truth.append(self.script[at + index + 1] if right else wrong[index])
+        return truth
+
+    def keep(self, rows: int) -> None:
+        assert 1 <= rows <= self.tentative
+        self.rows, self.tentative = self.rows + rows, 0
+
+
+class NoisyDrafter:
+    """Right, except where the noise says otherwise."""
+
+    def __init__(self, script: Sequence[int], noise: Sequence[bool], prompt: int) -> None:
+        self.script, self.noise, self.prompt, self.calls = list(script), list(noise), prompt, 0
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        at = len(tokens) - self.prompt
+        drafts = self.script[at : at + limit]
+        self.calls += 1
+        return [99 if self.noise[(at + i) % len(self.noise)] else token for i, token in enumerate(drafts)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    script=st.lists(st.integers(0, 12), min_size=80, max_size=80),
+    noise=st.lists(st.booleans(), min_size=1, max_size=9),
+    draft_length=st.integers(1, 8),
+    budget=st.integers(1, 60),
+    eos=st.frozensets(st.integers(0, 12), max_size=3),
+    stop=st.sampled_from(["", "ab", "c", "dda"]),
+    room=st.integers(0, 70),
+)
+def test_drafting_never_changes_the_tokens(
+    script: list[int], noise: list[bool], draft_length: int, budget: int, eos: frozenset[int], stop: str, room: int
+) -> None:
+    rule = StopRule(eos, (stop,) if stop else (), budget)
+    prompt = [1, 2, 3]
+    reference, answer = Answer(rule, letters), Answer(rule, letters)
+    list(decode_greedy(ScriptedBackbone(script), prompt, reference))
+    backbone = ScriptedBackbone(script, max_length=len(prompt) + budget + room)
+    rounds = list(decode_with_drafts(backbone, NoisyDrafter(script, noise, len(prompt)), prompt, answer, draft_length))
+    assert answer.tokens == reference.tokens
+    assert answer.stop_reason == reference.stop_reason
+    assert answer.text() == reference.text()
+    assert len(answer.tokens) <= budget
+    assert sum(len(round_.emitted) for round_ in rounds) == len(answer.tokens)
+    assert all(len(round_.drafted) <= draft_length for round_ in rounds)
+
+
+def test_a_right_drafter_emits_whole_rounds() -> None:
+    script = list(range(1, 25))
+    answer = Answer(StopRule(frozenset(), (), 13), letters)
+    backbone = ScriptedBackbone(script)
+    rounds = list(decode_with_drafts(backbone, NoisyDrafter(script, [False], 2), [0, 0], answer, 3))
+    assert [len(round_.emitted) for round_ in rounds] == [1, 4, 4, 4]
+    counts = count_rounds(rounds, 3)
+    assert counts.acceptance_length == 4.0
+    assert counts.conditional == [1.0, 1.0, 1.0]
+    assert backbone.passes == 3
+
+
+def test_stop_inside_an_accepted_run_ends_there() -> None:
+    script = [5, 6, 7, 2, 9, 9, 9]
+    answer = Answer(StopRule(frozenset({2, 8}), (), 50), letters)
+    rounds = list(decode_with_drafts(ScriptedBackbone(script), NoisyDrafter(script, [False], 1), [0], answer, 5))
+    assert answer.tokens == [5, 6, 7, 2]
+    assert rounds[-1].emitted == (6, 7, 2)
+    assert rounds[-1].accepted == 3
+    assert count_rounds(rounds, 5).reached == (1, 1, 1, 0, 0), "drafts behind the end were never needed"
+
+
+def test_nothing_follows_a_finished_answer() -> None:
+    answer = Answer(StopRule(frozenset({2}), (), 5), letters)
+    answer.append(2)
+    with pytest.raises(RuntimeError, match="ended"):
+        answer.append(1)
+
+
+def test_rejected_depths_are_counted_once() -> None:
+    rounds = [Round((4,), (), 0), Round((5, 6), (5, 9, 7), 1), Round((6,), (1, 2, 3), 0), Round((7,), (), 0)]
+    counts = count_rounds(rounds, 3)
+    assert (counts.passes, counts.tokens) == (3, 4)
+    assert counts.reached == (2, 1, 0)
+    assert counts.accepted == (1, 0, 0)
+    assert add_up([counts, counts], 3).tokens == 8
+
+
+def test_interval_holds_the_mean_and_is_reproducible() -> None:
+    parts = [count_rounds([Round((1,), (), 0), Round((1,) * n, (1, 1), n - 1)], 2) for n in (1, 2, 3) * 10]
+    low, high = bootstrap_interval(parts, 500, seed=3)
+    assert 1.0 < low < 2.0 < high < 3.0
+    assert bootstrap_interval(parts, 500, seed=3) == (low, high)
+    assert bootstrap_interval([], 500, seed=3) == (0.0, 0.0)
+
+
+def test_lookup_copies_what_followed_the_same_words() -> None:
+    lookup = PromptLookup(3)
+    assert lookup.propose([1, 2, 3, 4, 9, 1, 2, 3], 2) == [4, 9]
+    assert lookup.propose([7, 8, 5, 7, 8], 9) == [5, 7, 8]
+    assert lookup.propose([1, 2, 3], 4) == []
+
+
+def test_rates() -> None:
+    assert first_mismatch([1, 2, 3], [1, 2, 3]) is None
+    assert first_mismatch([1, 2, 3], [1, 9, 3]) == 1
+    assert first_mismatch([1, 2], [1, 2, 3]) == 2
+    assert echo_rate([1, 2, 3, 4, 5], [1, 2, 3, 4, 9]) == 0.5
+    assert echo_rate([1, 2], [1, 2]) == 0.0
+    assert is_looping([1, 2] * 6)
+    assert not is_looping(list(range(30)))

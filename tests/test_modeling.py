@@ -1,0 +1,374 @@
+"""Backbone, distillation, head and training, on a tiny random model: exact, resumable, never wired wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from components.core.config import Head, Package, Train
+from components.core.errors import UserError
+from components.core.manifest import TaskPrompt
+from components.decoding.loop import decode_greedy, decode_with_drafts
+from components.decoding.metrics import Acceptance
+from components.decoding.stopping import Answer, StopRule
+from components.modeling.backbone import Backbone, hash_weights, import_backbone, load_backbone
+from components.modeling.batches import UNSUPERVISED, batch_order, choose_draft_vocabulary, collate, make_vocabulary
+from components.modeling.distill import BatchDecoder, distil_batches, make_batches
+from components.modeling.features import Sequence as Captured
+from components.modeling.features import read_shards, shard_path
+from components.modeling.head import MTPHead
+from components.modeling.live import check_wiring
+from components.modeling.session import TorchBackbone, TorchHead
+from components.modeling.training import Trainer, draft_step_losses, learning_rate_factor, new_head
+
+KV_LAYERS = (1, 2)
+SHAPE = Head(kv_layers=KV_LAYERS, intermediate_size=96, draft_vocabulary_size=300)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def backbone(tiny_backbone_dir: Path) -> Backbone:
+    return load_backbone(tiny_backbone_dir)
+
+
+@pytest.fixture(scope="module")
+def decode(tiny_backbone_dir: Path) -> Any:
+    return Tokenizer.from_file(str(tiny_backbone_dir / "tokenizer.json")).decode
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(3, 300, (int(torch.randint(3, 20, (1,), generator=generator)),), generator=generator).tolist()
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def sequences(backbone: Backbone, decode: Any) -> list[Captured]:
+    task = TaskPrompt(rendered="{text}", stop_texts=(), max_new_tokens=12)
+    rows = [(f"p{i:02d}", "t", ids) for i, ids in enumerate(prompts(24))]
+    decoder = BatchDecoder(backbone, KV_LAYERS, decode)
+    return [sequence for batch in make_batches(rows, {"t": task}, 8) for sequence in decoder.run(batch)]
+
+
+def greedy(backbone: Backbone, prompt: Sequence[int], budget: int, decode: Any) -> Answer:
+    answer = Answer(StopRule(frozenset(backbone.card.eos_ids), (), budget), decode)
+    list(decode_greedy(TorchBackbone(backbone, 64), prompt, answer))
+    return answer
+
+
+# --- backbone -------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_cannot_be_had_is_named(tmp_path: Path) -> None:
+    for source in ("path:nowhere", "hub:nobody/nothing"):
+        with pytest.raises(UserError) as error:
+            import_backbone(Package(source=source), tmp_path / "backbone")
+        assert len(error.value.render().splitlines()) == 3
+        assert not (tmp_path / "backbone").exists()
+
+
+def test_the_weights_hash_sees_one_changed_number(tiny_backbone_dir: Path) -> None:
+    loaded = load_backbone(tiny_backbone_dir)
+    assert hash_weights(loaded.model) == loaded.card.weights_sha256
+    loaded.model.model.layers[2].mlp.up_proj.weight.data[3, 5] += 1e-6
+    assert hash_weights(loaded.model) != loaded.card.weights_sha256
+
+
+def test_a_damaged_backbone_is_a_user_error(tiny_backbone_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        load_backbone(tmp_path)
+    for file in tiny_backbone_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_backbone(tmp_path)
+
+
+# --- distillation ---------------------------------------------------------------------------------------------------
+
+
+def test_batched_answers_are_the_single_ones(backbone: Backbone, sequences: list[Captured], decode: Any) -> None:
+    for sequence in sequences:
+        assert list(sequence.answer) == greedy(backbone, sequence.prompt, 12, decode).tokens
+
+
+def test_captured_rows_are_what_decoding_shows_the_head(backbone: Backbone, sequences: list[Captured]) -> None:
+    sequence = max(sequences, key=lambda s: len(s.answer))
+    session = TorchBackbone(backbone, 64)
+    session.prefill(sequence.prompt)
+    hidden = [session.last_hidden[0, 0]]
+    for token in sequence.answer[:-1]:
+        session.verify([token])
+        session.keep(1)
+        hidden.append(session.last_hidden[0, 0])
+    torch.testing.assert_close(sequence.hidden, torch.stack(hidden), rtol=1e-4, atol=1e-4)
+    for row, layer in enumerate(KV_LAYERS):
+        cached = session.cache.layers[layer]
+        expected = torch.stack((cached.keys[0], cached.values[0]))
+        torch.testing.assert_close(sequence.keys_values[row], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_stop_texts_and_lengths_end_batched_answers(backbone: Backbone, decode: Any) -> None:
+    prompt = prompts(1, seed=5)[0]
+    free = greedy(backbone, prompt, 12, decode)
+    stop = decode([free.tokens[3]]) or "?"
+    task = TaskPrompt(rendered="{text}", stop_texts=(stop,), max_new_tokens=12)
+    (batch,) = make_batches([("a", "t", prompt), ("b", "t", prompt[:2])], {"t": task}, 4)
+    by_name = {sequence.prompt_id: sequence for sequence in BatchDecoder(backbone, KV_LAYERS, decode).run(batch)}
+    assert by_name["a"].stop_reason in ("stop_text", "eos")
+    assert len(by_name["a"].answer) <= 4
+    assert stop not in by_name["a"].text
+
+
+def test_a_killed_distillation_goes_on_where_it_stopped(tiny_backbone_dir: Path, tmp_path: Path) -> None:
+    task = TaskPrompt(rendered="{text}", stop_texts=(), max_new_tokens=4)
+    rows = [(f"p{i}", "t", ids) for i, ids in enumerate(prompts(6))]
+    batches = make_batches(rows, {"t": task}, 2)
+    whole = list(distil_batches(batches, tiny_backbone_dir, KV_LAYERS, tmp_path / "whole", 1))
+    assert whole == [2, 2, 2]
+    running = distil_batches(batches, tiny_backbone_dir, KV_LAYERS, tmp_path / "resumed", 1)
+    assert next(running) == 2
+    running.close()
+    assert sum(distil_batches(batches, tiny_backbone_dir, KV_LAYERS, tmp_path / "resumed", 1)) == 4
+    for batch in batches:
+        files = [shard_path(tmp_path / name, batch.number).read_bytes() for name in ("whole", "resumed")]
+        assert files[0] == files[1]
+    assert [s.prompt_id for s in read_shards(tmp_path / "whole")] == [n for batch in batches for n in batch.prompt_ids]
+
+
+def test_processes_do_not_change_the_bytes(tiny_backbone_dir: Path, tmp_path: Path) -> None:
+    task = TaskPrompt(rendered="{text}", stop_texts=(), max_new_tokens=4)
+    batches = make_batches([(f"p{i}", "t", ids) for i, ids in enumerate(prompts(4))], {"t": task}, 2)
+    for processes in (1, 2):
+        assert sum(distil_batches(batches, tiny_backbone_dir, KV_LAYERS, tmp_path / str(processes), processes)) == 4
+    for batch in batches:
+        one, two = (shard_path(tmp_path / name, batch.number).read_bytes() for name in ("1", "2"))
+        assert one == two
+
+
+def test_a_damaged_shard_is_a_user_error(tmp_path: Path) -> None:
+    shard_path(tmp_path, 0).write_bytes(b"nonsense")
+    with pytest.raises(UserError, match="damaged"):
+        list(read_shards(tmp_path))
+
+
+# --- pairing, masks, losses -----------------------------------------------------------------------------------------
+
+
+def test_anchors_pair_inputs_and_targets_as_the_contract_says(sequences: list[Captured]) -> None:
+    vocabulary = make_vocabulary(range(314), 314)
+    batch = collate(sequences[:5], 3, vocabulary)
+    for row, sequence in enumerate(sequences[:5]):
+        first, answer = len(sequence.prompt) - 1, sequence.answer
+        for anchor in range(len(answer) - 1):
+            assert int(batch.positions[row, anchor]) == first + anchor
+            assert batch.mask[row, 0, anchor].nonzero().flatten().tolist() == list(range(first + anchor + 1))
+            for step in range(3):
+                target = int(batch.targets[row, anchor, step])
+                if anchor + step + 1 < len(answer):
+                    assert int(batch.inputs[row, anchor, step]) == answer[anchor + step]
+                    assert target == answer[anchor + step + 1]
+                else:
+                    assert target == UNSUPERVISED
+        assert bool((batch.targets[row, len(answer) - 1 :] == UNSUPERVISED).all())
+
+
+def test_padding_adds_nothing_to_any_depth(backbone: Backbone, sequences: list[Captured]) -> None:
+    head = new_head(SHAPE, backbone, sequences, seed=0)
+    vocabulary = make_vocabulary(head.config.draft_to_target, backbone.card.vocab_size)
+    rows = backbone.output_rows[vocabulary.draft_to_target]
+
+    def total(chosen: list[Captured]) -> torch.Tensor:
+        batch = collate(chosen, 3, vocabulary)
+        result = draft_step_losses(head, batch, backbone.embed, rows, [1.0, 1.0, 1.0])
+        return result.losses * batch.supervised()
+
+    together = total(sequences[:6])
+    alone = torch.stack([total([sequence]) for sequence in sequences[:6]]).sum(dim=0)
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_draft_vocabulary_keeps_the_frequent_and_the_end(sequences: list[Captured]) -> None:
+    chosen = choose_draft_vocabulary(sequences, 10, 314, [2])
+    assert 2 in chosen and len(chosen) == 10 and chosen == sorted(chosen)
+    counts = torch.zeros(314)
+    for sequence in sequences:
+        counts += torch.bincount(torch.tensor(sequence.answer), minlength=314)
+    assert int(counts.argmax()) in chosen
+    assert make_vocabulary(chosen, 314).target_to_draft[chosen[3]] == 3
+
+
+def test_every_sequence_is_seen_once_an_epoch(sequences: list[Captured]) -> None:
+    orders = [batch_order(sequences, 5, seed=1, epoch=epoch) for epoch in (0, 1)]
+    for order in orders:
+        assert sorted(index for batch in order for index in batch) == list(range(len(sequences)))
+    assert orders[0] != orders[1]
+    assert orders[0] == batch_order(sequences, 5, seed=1, epoch=0)
+
+
+def test_the_schedule_warms_up_and_comes_down() -> None:
+    factors = [learning_rate_factor(step, 100, 10) for step in range(100)]
+    assert factors[0] < factors[5] < factors[9] == 1.0
+    assert factors[10] > factors[50] > factors[99] >= 0.1
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+SETTINGS = Train(
+    seed=1,
+    draft_length=3,
+    step_weights=(0.5, 0.3, 0.2),
+    epochs=60,
+    batch_sequences=8,
+    learning_rate=0.003,
+    warmup_share=0.05,
+    weight_decay=0.0,
+    clip_norm=1.0,
+    validate_prompts_per_task=1,
+)
+
+
+def train(backbone: Backbone, sequences: list[Captured], folder: Path, **changes: Any) -> tuple[MTPHead, Any]:
+    settings = SETTINGS.model_copy(update=changes)
+    head = new_head(SHAPE, backbone, sequences, settings.seed)
+    trainer = Trainer(head, backbone, sequences, settings, folder)
+    return head, trainer.run(lambda _: {"x": 1.0}, lambda step, figures: None)
+
+
+def test_an_overfitted_head_drafts_its_training_text_live(
+    backbone: Backbone, sequences: list[Captured], decode: Any, tmp_path: Path
+) -> None:
+    """The whole wiring at once: rows, positions, pairing and feedback must agree between training and decoding."""
+    before = hash_weights(backbone.model)
+    head, result = train(backbone, sequences, tmp_path)
+    assert hash_weights(backbone.model) == before
+    assert result.supervised_positions[0] == sum(len(s.answer) - 1 for s in sequences)
+    head.eval().save_pretrained(tmp_path / "head")
+    session = TorchBackbone(backbone, 64)
+    drafter = TorchHead(MTPHead.from_pretrained(tmp_path / "head"), session)
+    emitted = passes = 0
+    for sequence in sequences:
+        answer = Answer(StopRule(frozenset(backbone.card.eos_ids), (), 12), decode)
+        rounds = list(decode_with_drafts(session, drafter, sequence.prompt, answer, 3))
+        assert answer.tokens == list(sequence.answer)
+        emitted += len(answer.tokens) - 1
+        passes += len(rounds) - 1
+    assert emitted / passes > 3.0, f"tau {emitted / passes:.2f} of 4 on text the head knows by heart"
+
+
+def test_a_killed_run_resumed_gives_the_same_bytes(
+    backbone: Backbone, sequences: list[Captured], tmp_path: Path
+) -> None:
+    straight, _ = train(backbone, sequences, tmp_path / "a", epochs=3)
+
+    class Killed(Exception):
+        pass
+
+    seen = []
+
+    def kill(_: MTPHead) -> dict[str, float]:
+        seen.append(1)
+        if len(seen) == 2:
+            raise Killed
+        return {"x": 1.0}
+
+    settings = SETTINGS.model_copy(update={"epochs": 3})
+    head = new_head(SHAPE, backbone, sequences, settings.seed)
+    with pytest.raises(Killed):
+        Trainer(head, backbone, sequences, settings, tmp_path / "b").run(kill, lambda step, figures: None)
+    resumed, result = train(backbone, sequences, tmp_path / "b", epochs=3)
+    assert len(result.validation) == 3
+    for (name, one), (_, two) in zip(straight.named_parameters(), resumed.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def test_the_same_seed_gives_the_same_file(backbone: Backbone, sequences: list[Captured], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        head, _ = train(backbone, sequences, tmp_path / f"work-{name}", epochs=1)
+        head.save_pretrained(tmp_path / name)
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    other, _ = train(backbone, sequences, tmp_path / "work-c", epochs=1, seed=2)
+    other.save_pretrained(tmp_path / "c")
+    assert (tmp_path / "a/model.safetensors").read_bytes() != (tmp_path / "c/model.safetensors").read_bytes()
+
+
+def test_batches_without_supervision_or_with_nan_are_skipped_and_counted(
+    backbone: Backbone, sequences: list[Captured], tmp_path: Path
+) -> None:
+    poisoned = [
+        Captured(s.prompt_id, s.prompt, s.answer, s.stop_reason, s.text, s.hidden * float("nan"), s.keys_values)
+        for s in sequences[:8]
+    ]
+    _, result = train(backbone, sequences[8:] + poisoned, tmp_path / "a", epochs=1, batch_sequences=1)
+    assert result.skipped_batches == 8
+    with pytest.raises(UserError, match="learned nothing"):
+        train(backbone, poisoned, tmp_path / "b", epochs=1)
+    single = [
+        Captured("x", s.prompt, s.answer[:1], "eos", "", s.hidden[:1], s.keys_values[..., : len(s.prompt), :])
+        for s in sequences[:2]
+    ]
+    with pytest.raises(UserError, match="nothing to train on"):
+        train(backbone, single, tmp_path / "c", epochs=1)
+
+
+def test_a_head_with_nan_is_never_saved(backbone: Backbone, tmp_path: Path) -> None:
+    head = new_head(SHAPE, backbone, [], seed=0)
+    head.norm.weight.data[0] = float("nan")
+    with pytest.raises(ValueError, match="non-finite"):
+        head.save_pretrained(tmp_path / "head")
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_layer_that_does_not_exist_is_refused(backbone: Backbone) -> None:
+    with pytest.raises(UserError, match="kv_layers"):
+        new_head(SHAPE.model_copy(update={"kv_layers": (1, 4)}), backbone, [], seed=0)
+
+
+def test_a_damaged_head_is_a_user_error(tiny_head_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        MTPHead.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((tiny_head_dir / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 50)
+    with pytest.raises(UserError, match="not a whole MTP head"):
+        MTPHead.from_pretrained(tmp_path)
+
+
+def test_near_zero_acceptance_is_an_alarm() -> None:
+    check_wiring(Acceptance(10, 12, (10, 2), (2, 0)), "here")
+    for broken in (Acceptance(100, 100, (100, 0), (1, 0)), Acceptance(100, 100, (0, 0), (0, 0))):
+        with pytest.raises(UserError, match="wiring alarm"):
+            check_wiring(broken, "here")
+
+
+# --- the torch session ------------------------------------------------------------------------------------------------
+
+
+def test_rejected_rows_are_never_seen_again(backbone: Backbone) -> None:
+    session = TorchBackbone(backbone, 64)
+    token = session.prefill([5, 6, 7])
+    session.verify([token, 9, 9, 9])
+    session.keep(1)
+    assert session.length == 4
+    after = session.verify([11])
+    clean = TorchBackbone(backbone, 64)
+    clean.prefill([5, 6, 7])
+    clean.verify([token])
+    clean.keep(1)
+    assert clean.verify([11]) == after
+    torch.testing.assert_close(clean.logits, session.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_that_does_not_fit_is_refused(backbone: Backbone) -> None:
+    with pytest.raises(UserError, match="too long"):
+        TorchBackbone(backbone, 8).prefill(list(range(3, 11)))
