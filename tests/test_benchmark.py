@@ -27,8 +27,6 @@ from components.devices.benchmark import (
 )
 from components.devices.circumstances import created_with
 from components.devices.verification import (
-    Checked,
-    alarm_on_broken_wiring,
     check_prompt,
     check_prompt_ids,
     first_test_prompts,
@@ -120,17 +118,6 @@ def test_a_mismatch_is_listed_with_its_margin(
     rows, _ = verification_rows([check_prompt(bundle, prompt) for prompt in prompts], DRAFT_LENGTH)
     assert rows[0]["exact_match"] == 0.0
     assert len(rows[0]["mismatches"]) == 3  # type: ignore[arg-type]
-
-
-def test_broken_wiring_raises_an_alarm() -> None:
-    nothing = Checked("t", 12, Acceptance(11, 11, (0, 0, 0), (0, 0, 0)), 0, None)
-    with pytest.raises(UserError, match="no drafts at all"):
-        alarm_on_broken_wiring([nothing], 3)
-    refused = Checked("t", 100, Acceptance(99, 100, (99, 1, 0), (1, 0, 0)), 297, None)
-    with pytest.raises(UserError, match="hardly any draft"):
-        alarm_on_broken_wiring([refused], 3)
-    fine = Checked("t", 100, Acceptance(60, 99, (60, 30, 9), (30, 9, 0)), 180, None)
-    alarm_on_broken_wiring([fine], 3)
 
 
 def test_other_prompt_ids_are_noticed(bundle: Bundle, prompts: list[Row]) -> None:

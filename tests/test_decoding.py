@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from components.core.errors import UserError
+from components.decoding.comparison import check_wiring, find_mismatch
 from components.decoding.lookup import PromptLookup
 from components.decoding.loop import Round, decode_greedy, decode_with_drafts
 from components.decoding.metrics import (
+    Acceptance,
     add_up,
     bootstrap_interval,
     count_rounds,
@@ -163,3 +166,18 @@ def test_rates() -> None:
     assert echo_rate([1, 2], [1, 2]) == 0.0
     assert is_looping([1, 2] * 6)
     assert not is_looping(list(range(30)))
+
+
+def test_broken_wiring_is_an_alarm() -> None:
+    check_wiring(Acceptance(60, 99, (60, 30, 9), (30, 9, 0)), 180, "a test")
+    with pytest.raises(UserError, match="no drafts at all"):
+        check_wiring(Acceptance(11, 11, (0, 0, 0), (0, 0, 0)), 0, "a test")
+    with pytest.raises(UserError, match="hardly any draft"):
+        check_wiring(Acceptance(99, 100, (99, 1, 0), (1, 0, 0)), 297, "a test")
+
+
+def test_a_mismatch_tells_where_and_how_near_the_tie_was() -> None:
+    assert find_mismatch("p", [1, 2], [1, 2], [0.5, 0.1]) is None
+    found = find_mismatch("p", [1, 2, 3], [1, 2], [0.5, 0.1, 0.25])
+    assert found is not None
+    assert (found.position, found.reference, found.got, found.top2_margin) == (2, 3, None, 0.25)

@@ -14,7 +14,6 @@ from components.core.config import Head, Package, Train
 from components.core.errors import UserError
 from components.core.manifest import TaskPrompt
 from components.decoding.loop import decode_greedy, decode_with_drafts
-from components.decoding.metrics import Acceptance
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone, hash_weights, import_backbone, load_backbone
 from components.modeling.batches import UNSUPERVISED, batch_order, choose_draft_vocabulary, collate, make_vocabulary
@@ -22,7 +21,6 @@ from components.modeling.distill import BatchDecoder, distil_batches, make_batch
 from components.modeling.features import Sequence as Captured
 from components.modeling.features import read_shards, shard_path
 from components.modeling.head import MTPHead
-from components.modeling.live import check_wiring
 from components.modeling.session import TorchBackbone, TorchHead
 from components.modeling.training import Trainer, draft_step_losses, learning_rate_factor, new_head
 
@@ -342,13 +340,6 @@ def test_a_damaged_head_is_a_user_error(tiny_head_dir: Path, tmp_path: Path) -> 
     (tmp_path / "model.safetensors").write_bytes(b"x" * 50)
     with pytest.raises(UserError, match="not a whole MTP head"):
         MTPHead.from_pretrained(tmp_path)
-
-
-def test_near_zero_acceptance_is_an_alarm() -> None:
-    check_wiring(Acceptance(10, 12, (10, 2), (2, 0)), "here")
-    for broken in (Acceptance(100, 100, (100, 0), (1, 0)), Acceptance(100, 100, (0, 0), (0, 0))):
-        with pytest.raises(UserError, match="wiring alarm"):
-            check_wiring(broken, "here")
 
 
 # --- the torch session ------------------------------------------------------------------------------------------------

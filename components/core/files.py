@@ -34,7 +34,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder beside ``target``; it replaces ``target`` when the block ends without an error."""
+    """Yield an empty folder beside ``target``; it replaces ``target`` when the block ends without an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

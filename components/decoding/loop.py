@@ -1,8 +1,9 @@
 """The draft-verify loop, and the plain greedy loop it must equal.
 
-Owns the decode contract (DESIGN: rounds, acceptance, roll-back); torch and onnxruntime only supply forward passes
-through `Backbone`. Speculative decoding with greedy verification: Leviathan et al. 2023 (arXiv 2211.17192), Stern et al.
-2018 (arXiv 1811.03115). Its surprising decision: a drafter is anything with `propose`, so prompt lookup and the head run in the very same loop.
+Owns the decode contract: rounds, acceptance, roll-back; torch and onnxruntime only supply forward passes through
+`Backbone`. Speculative decoding with greedy verification: Stern et al. 2018 (arXiv 1811.03115), Leviathan et al. 2023
+(arXiv 2211.17192). Its surprising decision: a drafter is anything with `propose`, so prompt lookup and the head run in
+the very same loop.
 """
 
 from __future__ import annotations

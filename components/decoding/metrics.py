@@ -1,7 +1,8 @@
 """Acceptance figures, counted from live rounds and nothing else.
 
 Owns the arithmetic of tau (tokens emitted per backbone pass after prefill, bonus token included), of conditional
-acceptance per depth, of the echo and loop rates, and of the first mismatch between two answers. Prefill and the token it gives are never counted.
+acceptance per depth, of the echo and loop rates, and of the first mismatch between two answers. Prefill and the token
+it gives are never counted.
 """
 
 from __future__ import annotations

@@ -16,14 +16,12 @@ import numpy as np
 from components.core.errors import UserError
 from components.core.progress import Progress
 from components.data.template import encode_prompt
+from components.decoding.comparison import Mismatch, check_wiring, find_mismatch
 from components.decoding.loop import Round
 from components.decoding.metrics import Acceptance, add_up, count_rounds, first_mismatch
 
 if TYPE_CHECKING:
     from components.onnx.runtime import Bundle
-
-ALARM_BELOW = 1.02  # tau; a wired head is far above, a broken one at 1.00
-ALARM_AFTER_PASSES = 50
 
 
 class PromptRow(Protocol):
@@ -51,23 +49,6 @@ class PromptRow(Protocol):
 
 
 Prompt = TypeVar("Prompt", bound=PromptRow)
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Where an answer with drafts left the greedy one.
-
-    Attributes:
-        position: index in the answer.
-        reference, got: token ids; None where an answer had ended.
-        top2_margin: greedy logit of the best token minus that of the second, at that position.
-    """
-
-    prompt_id: str
-    position: int
-    reference: int | None
-    got: int | None
-    top2_margin: float
 
 
 @dataclass(frozen=True)
@@ -130,7 +111,8 @@ def verify_bundle(bundle: Bundle, prompts: Sequence[PromptRow]) -> list[Checked]
     for prompt in prompts:
         checked.append(check_prompt(bundle, prompt))
         progress.advance(note=f"{sum(one.mismatch is not None for one in checked)} differ")
-    alarm_on_broken_wiring(checked, bundle.manifest.contract.draft_length)
+    total = add_up([one.acceptance for one in checked], bundle.manifest.contract.draft_length)
+    check_wiring(total, sum(one.drafted for one in checked), "the bundle")
     return checked
 
 
@@ -143,12 +125,8 @@ def check_prompt(bundle: Bundle, prompt: PromptRow) -> Checked:
         best, second = np.partition(bundle.backbone.last_logits[-1], -2)[[-1, -2]]
         margins.append(float(best - second))
     drafted = bundle.start_from_ids(ids, bundle.answer(prompt.task), bundle.head).finish()
-    reference, got = plain.answer.tokens, drafted.answer.tokens
-    at = first_mismatch(reference, got)
-    mismatch = None
-    if at is not None:
-        wanted, seen = (tokens[at] if at < len(tokens) else None for tokens in (reference, got))
-        mismatch = Mismatch(prompt.prompt_id, at, wanted, seen, margins[min(at, len(margins) - 1)])
+    got = drafted.answer.tokens
+    mismatch = find_mismatch(prompt.prompt_id, plain.answer.tokens, got, margins)
     acceptance = count_rounds(drafted.history, bundle.manifest.contract.draft_length)
     return Checked(prompt.task, len(got), acceptance, count_drafted(drafted.history), mismatch)
 
@@ -156,24 +134,6 @@ def check_prompt(bundle: Bundle, prompt: PromptRow) -> Checked:
 def count_drafted(rounds: Sequence[Round]) -> int:
     """Drafts proposed in all rounds."""
     return sum(len(round_.drafted) for round_ in rounds)
-
-
-def alarm_on_broken_wiring(checked: Sequence[Checked], draft_length: int) -> None:
-    """Stop when the head cannot be at work.
-
-    Raises:
-        UserError: no draft was proposed, or hardly one was accepted.
-    """
-    total = add_up([one.acceptance for one in checked], draft_length)
-    drafted = sum(one.drafted for one in checked)
-    remedy = (
-        "look for broken wiring between backbone and head (wrong layer, hidden state or position), then export again"
-    )
-    if total.passes and drafted == 0:
-        raise UserError("the head proposed no drafts at all", f"{total.passes} passes, 0 drafts", remedy)
-    if total.passes >= ALARM_AFTER_PASSES and total.acceptance_length < ALARM_BELOW:
-        seen = f"{total.acceptance_length:.3f} tokens per pass over {total.passes} passes"
-        raise UserError("hardly any draft is accepted", seen, remedy)
 
 
 def verification_rows(

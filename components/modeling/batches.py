@@ -1,8 +1,8 @@
 """From captured sequences to training batches: every anchor position of a sequence in one pass.
 
-Owns the pairing of inputs and targets, the cutoff mask and the count of supervised positions. Anchor ``i`` of an answer
-is row p = P-1+i: step j is fed the true token ``answer[i+j-1]`` and must draft ``answer[i+j]``. It never shows a query a
-row that decoding would not show it: ``row <= p`` and nothing else.
+Owns the pairing of inputs and targets, the cutoff mask and the count of supervised positions. Anchor ``i`` of an
+answer is row p = P-1+i: step j is fed the true token ``answer[i+j-1]`` and must draft ``answer[i+j]``. It never shows a
+query a row that decoding would not show it: ``row <= p`` and nothing else.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TrainingBatch:
 def collate(sequences: Seq[Sequence], draft_length: int, vocabulary: DraftVocabulary) -> TrainingBatch:
     """Pad sequences to one batch; padded anchors look at row 0 and are never supervised."""
     batch, rows = len(sequences), max(sequence.keys_values.shape[3] for sequence in sequences)
-    anchors = max(1, max(len(sequence.answer) - 1 for sequence in sequences))
+    anchors = max(1, *(len(sequence.answer) - 1 for sequence in sequences))
     layers, _, kv_heads, _, head_dim = sequences[0].keys_values.shape
     cached = torch.zeros(layers, 2, batch, kv_heads, rows, head_dim)
     hidden = torch.zeros(batch, anchors, sequences[0].hidden.shape[1])

@@ -1,8 +1,8 @@
 """Checkpoints of a training run, in safetensors and JSON.
 
-Owns what "resume" means: weights, AdamW moments, the step reached (data order and schedule follow from it) and the
-figures so far. Training draws no random numbers after its first step but the order of the batches, which is a function of (seed, epoch), so no
-generator state is kept. It refuses a checkpoint made from other data or parameters: the key in its folder's name differs.
+Owns what "resume" means: weights, AdamW moments, the step reached and the figures so far. It refuses a checkpoint made
+from other data or parameters: the key in its folder's name differs. Its surprising decision: no generator state is
+kept, because after the first step nothing is random but the order of batches, a function of (seed, epoch).
 """
 
 from __future__ import annotations

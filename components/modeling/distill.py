@@ -1,4 +1,4 @@
-"""Self-distillation: the frozen backbone answers the prompts, and what the head will read is captured in the same passes.
+"""Self-distillation: the frozen backbone answers the prompts; what the head will read is captured in the same passes.
 
 Owns batched greedy decoding with left padding, shedding of finished rows, and capture of KV rows and hidden states
 *while* generating: a second pass over prompt and answer would double the cost. It refuses to sample: answers are what
@@ -140,7 +140,7 @@ _worker: BatchDecoder | None = None
 
 
 def _start_worker(backbone_folder: Path, kv_layers: Sequence[int]) -> None:
-    global _worker
+    global _worker  # noqa: PLW0603 - a pool hands its workers no state of their own
     torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(str(backbone_folder / "tokenizer.json"))
     _worker = BatchDecoder(load_backbone(backbone_folder), kv_layers, tokenizer.decode)

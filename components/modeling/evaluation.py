@@ -26,7 +26,7 @@ _worker: tuple[LiveEvaluator, TorchHead, int] | None = None
 
 
 def _start_worker(backbone: Path, head: Path, templates: Path, max_length: int, draft_length: int) -> None:
-    global _worker
+    global _worker  # noqa: PLW0603 - a pool hands its workers no state of their own
     torch.set_num_threads(1)
     decode = Tokenizer.from_file(str(backbone / "tokenizer.json")).decode
     evaluator = LiveEvaluator(load_backbone(backbone), [], read_templates(templates), decode, max_length)

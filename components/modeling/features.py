@@ -1,7 +1,8 @@
 """Captured sequences in memory-mappable shards.
 
-Owns the shard format: one safetensors file per shard, three tensors per sequence, the texts in its metadata. It refuses
-rows that decoding would not show a head: exactly `prompt + answer - 1` rows are kept, one hidden state per answer token.
+Owns the shard format: one safetensors file per shard, three tensors per sequence, the texts in its metadata. It
+refuses rows that decoding would not show a head: exactly `prompt + answer - 1` rows are kept, one hidden state per
+answer token.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The MTP head: a light transformer that drafts from the backbone's own state and attends the backbone's own KV cache.
 
 Owns the module and its directory format (config.json + model.safetensors). It owns no keys, no values and no embedding
-table: its queries read rows 0..p of chosen backbone layers, its draft logits use rows of the backbone's own output matrix.
-The unrolled shared-weight step follows FastMTP (arXiv 2509.18362) and EAGLE-3 (arXiv 2503.01840); Q-only attention onto
-the backbone's cache follows Gemma 4's assistants. Its surprising decision: what it feeds back is the *normalised* output
-state, the same kind of vector as the backbone's hidden state after its final norm.
+table: its queries read rows 0..p of chosen backbone layers, its draft logits use rows of the backbone's output matrix.
+The unrolled shared-weight step follows FastMTP (arXiv 2509.18362) and EAGLE-3 (arXiv 2503.01840); the two norms before
+the projection follow DeepSeek-V3 (arXiv 2412.19437); Q-only attention onto the backbone's cache follows Gemma 4's
+assistants. Its surprising decision: what it feeds back is the *normalised* output state, the same kind of vector as the
+backbone's hidden state after its final norm.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class MTPHead(nn.Module):
             cos, sin: rotary angles of position p, the same at every step.
 
         Returns:
-            The normalised output state, [batch, anchors, hidden_size]; multiply by the draft rows of the output matrix for logits.
+            The normalised output state, [batch, anchors, hidden_size]; times the draft rows it gives the logits.
         """
         # Hidden states are some fifteen times longer than embeddings here; unnormalised, they drown the newest token.
         x = self.pre_projection(torch.cat((self.embedding_norm(embedding), self.state_norm(state)), dim=-1))

@@ -1,7 +1,7 @@
 """Live decoding with a head in torch: the only source of acceptance figures during training and evaluation.
 
-Owns the pairing of each prompt's greedy reference with its drafted run. It refuses to go on when no draft is ever
-proposed or none accepted: near-zero acceptance has always been a wiring fault, never a bad head.
+Owns the pairing of each prompt's greedy reference with its drafted run, one prompt at a time. It refuses to batch:
+padding must have no chance to change an evaluation.
 """
 
 from __future__ import annotations
@@ -9,29 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from components.core.errors import UserError
 from components.core.manifest import TaskPrompt
 from components.data.table import Prompt
+from components.decoding.comparison import Mismatch, find_mismatch
 from components.decoding.loop import Drafter, Round, decode_greedy, decode_with_drafts
-from components.decoding.metrics import Acceptance, add_up, count_rounds, first_mismatch
+from components.decoding.metrics import Acceptance, add_up, count_rounds
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone
 from components.modeling.equality import top2_margin
 from components.modeling.head import MTPHead
 from components.modeling.session import TorchBackbone, TorchHead
-
-WIRING_ALARM_BELOW = 0.02  # conditional acceptance of the first draft
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """First token at which a drafted answer left the greedy one; ``top2_margin`` in logits, of the greedy pass."""
-
-    prompt_id: str
-    position: int
-    reference: int | None
-    got: int | None
-    top2_margin: float
 
 
 @dataclass(frozen=True)
@@ -41,23 +28,8 @@ class Comparison:
     prompt: Prompt
     answer: tuple[int, ...]
     counts: Acceptance
+    drafted: int
     mismatch: Mismatch | None
-
-
-def check_wiring(counts: Acceptance, where: str) -> None:
-    """Raise when the head drafts nothing or nothing it drafts is right.
-
-    Raises:
-        UserError: acceptance of the first draft is near zero.
-    """
-    proposed = counts.reached[0] if counts.reached else 0
-    share = counts.conditional[0] if proposed else 0.0
-    if share < WIRING_ALARM_BELOW and counts.passes:
-        raise UserError(
-            f"wiring alarm in {where}: drafts are (almost) never accepted",
-            f"{counts.accepted[0] if proposed else 0} of {proposed} first drafts accepted",
-            "check hidden state, token pairing, embedding scale, concatenation order and kv_layers",
-        )
 
 
 class LiveEvaluator:
@@ -113,16 +85,9 @@ class LiveEvaluator:
         for _ in decode_greedy(self.session, prompt.prompt_ids, reference):
             margins.append(top2_margin(self.session.logits[-1]))
         answer, rounds = self.drafted(prompt, drafter, draft_length)
-        at, mismatch = first_mismatch(reference.tokens, answer.tokens), None
-        if at is not None:
-            mismatch = Mismatch(
-                prompt.prompt_id,
-                at,
-                reference.tokens[at] if at < len(reference.tokens) else None,
-                answer.tokens[at] if at < len(answer.tokens) else None,
-                margins[min(at, len(margins) - 1)],
-            )
-        return Comparison(prompt, tuple(reference.tokens), count_rounds(rounds, draft_length), mismatch)
+        mismatch = find_mismatch(prompt.prompt_id, reference.tokens, answer.tokens, margins)
+        drafted = sum(len(round_.drafted) for round_ in rounds)
+        return Comparison(prompt, tuple(reference.tokens), count_rounds(rounds, draft_length), drafted, mismatch)
 
     def _new_answer(self, prompt: Prompt) -> Answer:
         task = self.tasks[prompt.task]

@@ -2,8 +2,8 @@
 
 Owns the loss (weighted cross-entropy per depth, FastMTP arXiv 2509.18362), the schedule and the loop with its
 checkpoints. It refuses to run without a supervised position, skips and counts batches that have none or whose loss is
-not finite, and saves no NaN. Its surprising decision: the head starts from random weights. Starting its layers as copies
-of the backbone layers they read, or its norm as the backbone's, learned more slowly (docs/recipe-log.md).
+not finite, and saves no NaN. Its surprising decision: the head starts from random weights. Starting its layers as
+copies of the backbone layers they read, or its norm as the backbone's, learned more slowly (docs/recipe-log.md).
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from components.core.host import allowed_cores, host_card
 from components.core.paths import BACKBONE, EVALUATION_REPORT, HEAD, PROMPTS, TEMPLATES
 from components.core.progress import Progress
 from components.data.table import read_prompts, read_templates
+from components.decoding.comparison import check_wiring
 from components.decoding.metrics import add_up
 from components.modeling.evaluation import compare_prompts, evaluation_row
-from components.modeling.live import Comparison, check_wiring
+from components.modeling.live import Comparison
 from pipelines.stages.common import stage_params
 
 
@@ -30,7 +31,8 @@ def main() -> None:
         results[result.prompt.prompt_id] = result
         progress.advance()
     ordered = [results[prompt.prompt_id] for prompt in chosen]
-    check_wiring(add_up([result.counts for result in ordered], length), "evaluation")
+    total = add_up([result.counts for result in ordered], length)
+    check_wiring(total, sum(result.drafted for result in ordered), "evaluation")
 
     def row(name: str, part: list[Comparison]) -> dict[str, Any]:
         return evaluation_row(name, part, length, settings.bootstrap_samples, settings.seed)

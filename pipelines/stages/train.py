@@ -126,7 +126,8 @@ def main() -> None:
         run.finish()
     shutil.rmtree(folder, ignore_errors=True)
     print(
-        f"train: {report['trained_tokens']} supervised tokens ({report['trained_share']:.0%} of all), {result.steps} steps"
+        f"train: {report['trained_tokens']} supervised tokens ({report['trained_share']:.0%} of all), "
+        f"{result.steps} steps"
     )
 
 

@@ -1,0 +1,229 @@
+"""What people type, what they get back, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.core.errors import UserError
+from components.onnx.generation import Piece
+from helpers_bundle import random_head, tiny_bundle
+from helpers_release import good_documents, write_documents, write_fake_bundle
+from pipelines import cli
+from pipelines.cli import Mark, marked
+from pipelines.report import COLUMNS, GAP, load_report, render_markdown, render_text
+
+ROOT = Path(__file__).resolve().parent.parent
+BUNDLE, REPORTS = Path("models/bundle"), Path("models/reports")
+HEAVY = ("torch", "mlflow", "prefect", "pydantic", "pandas", "onnxruntime", "transformers", "great_expectations", "dvc")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the project's parameters and stages, and no results."""
+    for name in ("params.yaml", "dvc.yaml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def mtp(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command line in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["mtp", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    code = ended.value.code
+    return int(code) if code is not None else 0
+
+
+def write_results(slow: bool = False) -> None:
+    """Evidence of every kind, and the verdict on it."""
+    documents: dict[str, Any] = good_documents(write_fake_bundle(BUNDLE))
+    if slow:
+        documents["benchmark"]["tasks"][0]["speedup"] = 0.8
+    write_documents(REPORTS, documents)
+    rules = [{"rule": "speedup, proofread", "value": 0.8, "bound": 1.0, "passed": not slow, "reason": "0.8 is slow"}]
+    (REPORTS / "gate.json").write_text(json.dumps({"passed": not slow, "rules": rules}))
+
+
+def test_importing_the_command_line_is_quick_and_light() -> None:
+    script = (
+        "import resource, sys, pipelines.cli\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime)\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds, loaded = done.stdout.splitlines()
+    assert float(seconds) < 0.5, "processor time, interpreter included"
+    assert loaded == "[]"
+
+
+@pytest.mark.parametrize("command", ["repro", "run", "release", "report", "gate", "generate", "doctor", "ui"])
+def test_every_command_explains_itself(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mtp(monkeypatch, command, "--help") == 0
+
+
+@pytest.mark.parametrize("command", [["repro"], ["run"], ["gate"], ["doctor"], ["ui"]])
+def test_wrong_parameters_end_with_two_and_no_traceback(
+    command: list[str], project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (project / "params.yaml").write_text("nonsense: 1\n")
+    assert mtp(monkeypatch, *command) == 2
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.err
+    assert "params.yaml" in shown.err + shown.out
+
+
+def test_no_results_yet_is_three_lines(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert mtp(monkeypatch, "report") == 2
+    assert [line[:7] for line in capfd.readouterr().err.splitlines()] == ["error: ", " seen: ", " next: "]
+
+
+def test_the_report_of_a_passed_release(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_results()
+    assert mtp(monkeypatch, "report") == 0
+    shown = capfd.readouterr().out
+    for wanted in ("1.40x", "100.0%", "2.00", "a test, 1 threads, float32, 3 prompts, 2 rounds", "gate: passed"):
+        assert wanted in shown
+    assert str(REPORTS) in shown
+
+
+def test_a_refused_release_ends_with_one_and_its_reason(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_results(slow=True)
+    assert mtp(monkeypatch, "report") == 1
+    assert "0.8 is slow" in capfd.readouterr().out
+    assert mtp(monkeypatch, "gate") == 1
+    assert "0.8 does not meet 1.0" in capfd.readouterr().out
+
+
+def test_the_gate_decides_on_the_files_as_they_are_now(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_results()
+    assert mtp(monkeypatch, "gate") == 0
+    (REPORTS / "training.json").unlink()
+    assert mtp(monkeypatch, "gate") == 1
+    assert "training.json: no such file" in capfd.readouterr().out
+
+
+def test_figures_that_were_not_taken_are_gaps(project: Path) -> None:
+    write_results()
+    (REPORTS / "benchmark/local.json").unlink()
+    report = load_report()
+    speedup = [column.heading for column in COLUMNS].index("speed-up") + 1
+    assert {row[speedup] for row in report.rows} == {GAP}
+    assert len({len(line) for line in render_text(report).splitlines()[:2]}) == 1
+
+
+def test_the_markdown_table_is_whole(project: Path) -> None:
+    write_results()
+    lines = [line for line in render_markdown(load_report()).splitlines() if line.startswith("|")]
+    assert len(lines) == 5
+    assert {line.count("|") for line in lines} == {len(COLUMNS) + 2}
+
+
+# --- generate -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_backbone_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real, tiny bundle."""
+    from components.modeling.backbone import load_backbone
+
+    folder = tmp_path_factory.mktemp("cli") / "bundle"
+    backbone = load_backbone(tiny_backbone_dir)
+    tiny_bundle(folder, tiny_backbone_dir, backbone, random_head(backbone))
+    return folder
+
+
+def test_generate_gives_the_same_text_with_and_without_drafts_and_what_it_cost(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for extra in ([], ["--no-draft"]):
+        options = ["--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--mark", "never", *extra]
+        assert mtp(monkeypatch, "generate", *options, "i has went") == 0
+        shown = capfd.readouterr()
+        texts.append(shown.out)
+        assert "tokens per pass" in shown.err
+        assert "tokens/s" in shown.err
+        assert "1 threads, float32" in shown.err
+    assert texts[0] == texts[1]
+    assert texts[0].strip()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--task", "poetry", "hi"],
+        ["--task", "proofread", "  "],
+        ["--task", "proofread", "--slot", "text", "hi"],
+        ["--task", "proofread", "--slot", "me=Ann", "hi"],
+        ["--task", "proofread", "word " * 200],
+    ],
+)
+def test_what_cannot_be_generated_is_three_lines(
+    arguments: list[str], bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert mtp(monkeypatch, "generate", "--bundle", str(bundle), *arguments) == 2
+    assert [line[:7] for line in capfd.readouterr().err.splitlines()] == ["error: ", " seen: ", " next: "]
+
+
+def test_a_bundle_that_is_not_there_is_three_lines(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert mtp(monkeypatch, "generate", "--task", "proofread", "hi") == 2
+    assert "mtp repro" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("piece", "mark", "terminal", "shown"),
+    [
+        (Piece(" went", True), Mark.auto, True, " \033[32mwent\033[0m"),
+        (Piece(" went", True), Mark.auto, False, " [went]"),
+        (Piece(" went", True), Mark.always, True, " [went]"),
+        (Piece(" went", True), Mark.never, True, " went"),
+        (Piece(" went", False), Mark.always, True, " went"),
+        (Piece(" ", True), Mark.always, True, " "),
+    ],
+)
+def test_accepted_drafts_are_marked(piece: Piece, mark: Mark, terminal: bool, shown: str) -> None:
+    assert marked(piece, mark, terminal) == shown
+
+
+def test_a_slot_needs_a_name_and_a_value() -> None:
+    assert cli._parse_slots(["me=Ann", "text=a=b"]) == {"me": "Ann", "text": "a=b"}
+    with pytest.raises(UserError):
+        cli._parse_slots(["=x"])
+
+
+# --- ui -----------------------------------------------------------------------------------------------------------
+
+
+def test_ui_serves_the_project_s_store_on_this_machine_only() -> None:
+    from pipelines.ui import prefect_command, ui_command
+
+    command = ui_command("sqlite:///store.db", "artifacts", 5001)
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert command[command.index("--backend-store-uri") + 1] == "sqlite:///store.db"
+    assert "prefect server start" in prefect_command()
+
+
+def test_the_installed_script_and_the_module_are_one() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pipelines.cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert all(name in done.stdout for name in ("repro", "run", "release", "generate", "doctor"))
