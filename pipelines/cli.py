@@ -187,7 +187,7 @@ def ui(
     from components.core.config import load_params
     from pipelines.ui import open_ui
 
-    raise typer.Exit(open_ui(load_params().registry, port))
+    open_ui(load_params().registry, port)
 
 
 @exits_cleanly

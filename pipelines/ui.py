@@ -6,7 +6,6 @@ Owns the two commands and nothing else; MLflow serves, Prefect is started by the
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 from components.core.config import Registry
@@ -27,8 +26,8 @@ def prefect_command() -> str:
     return f"PREFECT_HOME={os.environ.get('PREFECT_HOME', '$PWD/.prefect')} prefect server start --host {HOST}"
 
 
-def open_ui(registry: Registry, port: int) -> int:
-    """Serve until interrupted; returns the exit status.
+def open_ui(registry: Registry, port: int) -> None:
+    """Become MLflow's server; with a server elsewhere, say where it is.
 
     Raises:
         UserError: the store does not work.
@@ -36,11 +35,8 @@ def open_ui(registry: Registry, port: int) -> int:
     print(f"Prefect: {prefect_command()}", flush=True)
     if database_path(registry) is None:
         print(f"MLflow: {registry.tracking_uri}", flush=True)
-        return 0
+        return
     open_client(registry)  # makes the store under our lock, so that MLflow's server finds it whole
     print(f"MLflow: http://{HOST}:{port} (Ctrl-C ends it)", flush=True)
     command = ui_command(resolve_tracking_uri(registry), registry.artifact_root, port)
-    try:
-        return subprocess.call(command, env=child_environment())
-    except KeyboardInterrupt:
-        return 0
+    os.execve(command[0], command, child_environment())  # in our place, so that whoever ends us ends the server

@@ -18,7 +18,6 @@ from components.core.errors import UserError
 from components.core.files import read_json, sha256_file, write_json
 
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 1
 
 
 class Contract(Strict):
@@ -29,6 +28,7 @@ class Contract(Strict):
     hidden_state: Literal["after_final_norm"] = "after_final_norm"
     concatenation: Literal["embedding_then_hidden"] = "embedding_then_hidden"
     embedding_scale: float = Field(description="factor on the embedding, as the backbone applies it")
+    input_norms: Literal["rms_before_concatenation"] = "rms_before_concatenation"
     visible_rows: Literal["0..p"] = "0..p"
     query_position: Literal["p"] = "p"
     feedback: Literal["normalised_output_state"] = "normalised_output_state"
@@ -86,7 +86,7 @@ class TaskPrompt(Strict):
 class Manifest(Strict):
     """All of manifest.json."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
     name: str
     precision: Literal["float32"]
     max_length: int = Field(description="rows of the KV buffer")

@@ -23,6 +23,7 @@ from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone, load_backbone
 from components.modeling.features import Sequence as CapturedSequence
 from components.modeling.features import shard_path, write_shard
+from components.modeling.session import cached_rows
 
 SHED_BELOW = 0.75  # compact the batch when fewer than this share of its rows still write
 
@@ -123,8 +124,8 @@ class BatchDecoder:
     ) -> CapturedSequence:
         # The last answer token was never processed: it has neither a row nor a hidden state.
         rows = len(batch.prompts[index]) + len(answer.tokens) - 1
-        layers = [cache.layers[layer] for layer in self.kv_layers]
-        keys_values = torch.stack([torch.stack((layer.keys[row], layer.values[row])) for layer in layers])
+        layers = [cached_rows(cache, layer) for layer in self.kv_layers]
+        keys_values = torch.stack([torch.stack((keys[row], values[row])) for keys, values in layers])
         return CapturedSequence(
             prompt_id=batch.prompt_ids[index],
             prompt=batch.prompts[index],

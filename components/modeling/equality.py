@@ -16,31 +16,20 @@ from torch import Tensor
 
 from components.core.manifest import TaskPrompt
 from components.core.progress import Progress
+from components.decoding.comparison import Mismatch, find_mismatch
 from components.decoding.loop import decode_greedy
-from components.decoding.metrics import first_mismatch
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import load_backbone
 from components.modeling.session import TorchBackbone
 
 
 @dataclass(frozen=True)
-class Difference:
-    """One answer that a batch decoded differently; ``top2_margin`` in logits, of the single pass."""
-
-    prompt_id: str
-    position: int
-    single: int | None
-    batched: int | None
-    top2_margin: float
-
-
-@dataclass(frozen=True)
 class Equality:
-    """Outcome of the comparison."""
+    """Outcome of the comparison; in each mismatch the single answer is the reference."""
 
     prompts: int
     tokens: int
-    differences: tuple[Difference, ...]
+    mismatches: tuple[Mismatch, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -48,9 +37,9 @@ class Equality:
 
     def line(self) -> str:
         """One line for people."""
-        widest = max((difference.top2_margin for difference in self.differences), default=0.0)
+        widest = max((mismatch.top2_margin for mismatch in self.mismatches), default=0.0)
         return (
-            f"{len(self.differences)} of {self.prompts} answers differ when decoded singly"
+            f"{len(self.mismatches)} of {self.prompts} answers differ when decoded singly"
             f" ({self.tokens} tokens; widest top-2 margin {widest:.2g})"
         )
 
@@ -69,26 +58,20 @@ def compare_with_single(
     count: int,
 ) -> Equality:
     """Decode ``count`` answers again, one at a time, spread evenly over the table."""
-    chosen = answers.iloc[:: max(1, len(answers) // count)].head(count)
-    longest = max(len(row.prompt_ids) + tasks[row.task].max_new_tokens for row in chosen.itertuples())
+    chosen = answers.iloc[:: max(1, len(answers) // count)].head(count).to_dict("records")
+    longest = max(len(row["prompt_ids"]) + tasks[row["task"]].max_new_tokens for row in chosen)
     backbone = load_backbone(backbone_folder)
     session = TorchBackbone(backbone, longest + 1)
     progress = Progress("decode singly", len(chosen), "prompts")
-    differences, tokens = [], 0
-    for row in chosen.itertuples():
-        task = tasks[row.task]
+    found: list[Mismatch | None] = []
+    tokens = 0
+    for row in chosen:
+        task = tasks[row["task"]]
         rule = StopRule(frozenset(backbone.card.eos_ids), tuple(task.stop_texts), task.max_new_tokens)
         answer, margins = Answer(rule, decode), []
-        for _ in decode_greedy(session, list(row.prompt_ids), answer):
+        for _ in decode_greedy(session, list(row["prompt_ids"]), answer):
             margins.append(top2_margin(session.logits[-1]))
         tokens += len(answer.tokens)
-        batched = list(row.answer_ids)
-        at = first_mismatch(answer.tokens, batched)
-        if at is not None:
-            single = answer.tokens[at] if at < len(answer.tokens) else None
-            margin = margins[min(at, len(margins) - 1)]
-            differences.append(
-                Difference(row.prompt_id, at, single, batched[at] if at < len(batched) else None, margin)
-            )
+        found.append(find_mismatch(row["prompt_id"], answer.tokens, list(row["answer_ids"]), margins))
         progress.advance()
-    return Equality(len(chosen), tokens, tuple(differences))
+    return Equality(len(chosen), tokens, tuple(mismatch for mismatch in found if mismatch is not None))

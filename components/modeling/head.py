@@ -110,7 +110,8 @@ class HeadLayer(nn.Module):
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         x = x + self.o_proj(mixed.transpose(1, 2).reshape(batch, anchors, -1))
         inner = self.mlp_norm(x)
-        return x + self.down_proj(F.silu(self.gate_proj(inner)) * self.up_proj(inner))
+        output: Tensor = x + self.down_proj(F.silu(self.gate_proj(inner)) * self.up_proj(inner))
+        return output
 
 
 class MTPHead(nn.Module):

@@ -60,7 +60,8 @@ class LiveEvaluator:
 
     def acceptance(self, head: MTPHead, draft_length: int, limit: int) -> dict[str, float]:
         """Extra tokens per pass, per task and overall, and conditional acceptance per depth."""
-        drafter, parts = TorchHead(head, self.session), {}
+        drafter = TorchHead(head, self.session)
+        parts: dict[str, list[Acceptance]] = {}
         for prompt in self.chosen(limit):
             _, rounds = self.drafted(prompt, drafter, draft_length)
             parts.setdefault(prompt.task, []).append(count_rounds(rounds, draft_length))

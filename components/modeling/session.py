@@ -11,10 +11,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from components.core.errors import UserError
 from components.modeling.backbone import Backbone
 from components.modeling.head import MTPHead, rotary_angles
+
+
+def cached_rows(cache: DynamicCache, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer, each [batch, kv_heads, rows, head_dim] float32, as the cache holds them.
+
+    Raises:
+        UserError: the layer keeps something else, from which rejected rows could not be cropped.
+    """
+    stored = cache.layers[layer]
+    if not isinstance(stored, DynamicLayer) or stored.keys is None or stored.values is None:
+        raise UserError(
+            f"layer {layer} of the backbone has no full-attention cache",
+            type(stored).__name__,
+            "choose a backbone with full attention",
+        )
+    return stored.keys, stored.values
 
 
 class TorchBackbone:
@@ -108,8 +125,7 @@ class TorchHead:
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Draft ``limit`` tokens after ``tokens``; step j+1 is fed step j's draft and output state."""
         session, config = self.session, self.head.config
-        layers = [session.cache.layers[layer] for layer in config.kv_layers]
-        keys_values = [(layer.keys, layer.values) for layer in layers]
+        keys_values = [cached_rows(session.cache, layer) for layer in config.kv_layers]
         position = torch.tensor([[session.length - 1]])
         cos, sin = rotary_angles(position, config.head_dim, config.rope_theta)
         mask = torch.ones(1, 1, 1, session.length, dtype=torch.bool)

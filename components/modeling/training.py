@@ -226,7 +226,7 @@ class Trainer:
         if int(batch.supervised().sum()) == 0 or not bool(torch.isfinite(result.loss)):
             return False
         self.optimizer.zero_grad(set_to_none=True)
-        result.loss.backward()  # type: ignore[no-untyped-call]
+        result.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.settings.clip_norm)
         if not bool(torch.isfinite(norm)):
             return False

@@ -62,6 +62,14 @@ class Published:
     created: bool
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where a version's files are; a server wants the run that holds them."""
+
+    uri: str
+    run_id: str | None = None
+
+
 @contextmanager
 def _one_at_a_time(registry: Registry) -> Iterator[None]:
     """Serialise publishing on this machine; a server's own transactions have to do elsewhere."""
@@ -99,7 +107,7 @@ def publish(
             found = find_version(client, registry.model_name, digest)
             files = {Path(name).relative_to(reports): Path(name) for name in evidence}
             source = _store_files(client, registry, bundle, digest, files)
-            version = found or _create_version(client, registry.model_name, source, digest, tags)
+            version = found or _create_version(client, registry.model_name, source, asdict(tags) | {HASH_TAG: digest})
             verdict = str(decision.passed).lower()
             if version.tags.get(GATE_TAG) != verdict:
                 client.set_model_version_tag(registry.model_name, version.version, GATE_TAG, verdict)
@@ -121,18 +129,18 @@ def find_version(client: MlflowClient, name: str, digest: str) -> ModelVersion |
     return min(found, key=lambda version: int(version.version), default=None)
 
 
-def _create_version(client: MlflowClient, name: str, source: str, digest: str, tags: ReleaseTags) -> ModelVersion:
+def _create_version(client: MlflowClient, name: str, source: Source, tags: dict[str, str]) -> ModelVersion:
     try:
         client.get_registered_model(name)
     except MlflowException:
         client.create_registered_model(name)
-    return client.create_model_version(name, source, tags=asdict(tags) | {HASH_TAG: digest})
+    return client.create_model_version(name, source.uri, run_id=source.run_id, tags=tags)
 
 
 def _store_files(
     client: MlflowClient, registry: Registry, bundle: Path, digest: str, evidence: dict[Path, Path]
-) -> str:
-    """Put the model and its evidence where the store keeps files; returns the version's source."""
+) -> Source:
+    """Put the model and its evidence where the store keeps files; returns where."""
     if database_path(registry) is None:
         return _upload(client, registry, bundle, digest, evidence)
     folder = Path(registry.artifact_root) / "models" / digest
@@ -140,10 +148,10 @@ def _store_files(
         with atomic_folder(folder) as temporary:
             _save_model(bundle, temporary)
     _replace_evidence(folder / "evidence", evidence)
-    return folder.as_posix()
+    return Source(folder.as_posix())
 
 
-def _upload(client: MlflowClient, registry: Registry, bundle: Path, digest: str, evidence: dict[Path, Path]) -> str:
+def _upload(client: MlflowClient, registry: Registry, bundle: Path, digest: str, evidence: dict[Path, Path]) -> Source:
     """The same for a server: files are artifacts of one run per bundle, found again by its tag."""
     experiment = experiment_id(client, registry)
     runs = client.search_runs([experiment], f"tags.{HASH_TAG} = '{digest}' and tags.kind = 'release'")
@@ -156,7 +164,7 @@ def _upload(client: MlflowClient, registry: Registry, bundle: Path, digest: str,
         _replace_evidence(model / "evidence", evidence)
         client.log_artifacts(run.info.run_id, str(model), "model")
     client.set_terminated(run.info.run_id)
-    return f"{run.info.artifact_uri}/model"
+    return Source(f"{run.info.artifact_uri}/model", run.info.run_id)
 
 
 def _save_model(bundle: Path, folder: Path) -> None:
