@@ -164,7 +164,7 @@ def test_a_damaged_shard_is_a_user_error(tmp_path: Path) -> None:
 # --- pairing, masks, losses -----------------------------------------------------------------------------------------
 
 
-def test_anchors_pair_inputs_and_targets_as_the_contract_says(sequences: list[Captured]) -> None:
+def test_anchors_pair_inputs_and_targets_as_the_contract_says(backbone: Backbone, sequences: list[Captured]) -> None:
     vocabulary = make_vocabulary(range(314), 314)
     batch = collate(sequences[:5], 3, vocabulary)
     for row, sequence in enumerate(sequences[:5]):
@@ -177,6 +177,8 @@ def test_anchors_pair_inputs_and_targets_as_the_contract_says(sequences: list[Ca
                 if anchor + step + 1 < len(answer):
                     assert int(batch.inputs[row, anchor, step]) == answer[anchor + step]
                     assert target == answer[anchor + step + 1]
+                    teacher = backbone.output_rows @ batch.teacher_hidden[row, anchor, step]
+                    assert int(teacher.argmax()) == target, "the teacher's own choice is the target"
                 else:
                     assert target == UNSUPERVISED
         assert bool((batch.targets[row, len(answer) - 1 :] == UNSUPERVISED).all())
@@ -189,7 +191,7 @@ def test_padding_adds_nothing_to_any_depth(backbone: Backbone, sequences: list[C
 
     def total(chosen: list[Captured]) -> torch.Tensor:
         batch = collate(chosen, 3, vocabulary)
-        result = draft_step_losses(head, batch, backbone.embed, rows, [1.0, 1.0, 1.0])
+        result = draft_step_losses(head, batch, backbone.embed, rows, [1.0, 1.0, 1.0], 0.5)
         return result.losses * batch.supervised()
 
     together = total(sequences[:6])
@@ -227,6 +229,7 @@ SETTINGS = Train(
     seed=1,
     draft_length=3,
     step_weights=(0.5, 0.3, 0.2),
+    soft_target_weight=0.5,
     epochs=60,
     batch_sequences=8,
     learning_rate=0.003,

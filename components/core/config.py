@@ -119,6 +119,7 @@ class Train(Strict):
     seed: int
     draft_length: Annotated[int, Field(ge=1, le=8)] = Field(description="K: steps unrolled in training")
     step_weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(description="loss weight of each step")
+    soft_target_weight: Share = Field(description="share of the loss to the backbone's distribution, not its choice")
     epochs: Positive
     batch_sequences: Positive
     learning_rate: Annotated[float, Field(gt=0)]

@@ -58,6 +58,8 @@ class TrainingBatch:
 
     Attributes:
         hidden: h_p of each anchor, [batch, anchors, hidden_size] float32.
+        teacher_hidden: the backbone's state behind each target, [batch, anchors, K, hidden_size] float32; zero where
+            there is no target. Its logits are the soft targets.
         inputs: tokens fed at each step, [batch, anchors, K] int64.
         targets: draft ids to be drafted at each step, [batch, anchors, K] int64; UNSUPERVISED where there is none.
         positions: p of each anchor, [batch, anchors] int64.
@@ -66,6 +68,7 @@ class TrainingBatch:
     """
 
     hidden: Tensor
+    teacher_hidden: Tensor
     inputs: Tensor
     targets: Tensor
     positions: Tensor
@@ -83,13 +86,13 @@ def collate(sequences: Seq[Sequence], draft_length: int, vocabulary: DraftVocabu
     anchors = max(1, *(len(sequence.answer) - 1 for sequence in sequences))
     layers, _, kv_heads, _, head_dim = sequences[0].keys_values.shape
     cached = torch.zeros(layers, 2, batch, kv_heads, rows, head_dim)
-    hidden = torch.zeros(batch, anchors, sequences[0].hidden.shape[1])
+    states = torch.zeros(batch, anchors + draft_length, sequences[0].hidden.shape[1])
     tokens = torch.full((batch, anchors + draft_length), UNSUPERVISED)
     positions = torch.zeros(batch, anchors, dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         cached[:, :, row, :, : sequence.keys_values.shape[3]] = sequence.keys_values
         count = len(sequence.answer) - 1
-        hidden[row, :count] = sequence.hidden[:count]
+        states[row, : count + 1] = sequence.hidden
         tokens[row, : count + 1] = torch.tensor(sequence.answer)
         positions[row, :count] = torch.arange(count) + len(sequence.prompt) - 1
     windows = tokens.unfold(1, draft_length + 1, 1)[:, :anchors]
@@ -98,7 +101,9 @@ def collate(sequences: Seq[Sequence], draft_length: int, vocabulary: DraftVocabu
     targets = torch.where(truth >= 0, vocabulary.target_to_draft[truth.clamp(min=0)], UNSUPERVISED)
     mask = torch.arange(rows)[None, None, None, :] <= positions[:, None, :, None]
     pairs = [(cached[layer, 0], cached[layer, 1]) for layer in range(layers)]
-    return TrainingBatch(hidden, inputs, targets, positions, pairs, mask)
+    # State i is the one that gave answer token i: anchor i's own state, and the teacher of anchor i-j at step j.
+    teacher = states.unfold(1, draft_length + 1, 1)[:, :anchors, :, 1:].transpose(2, 3)
+    return TrainingBatch(states[:, :anchors], teacher, inputs, targets, positions, pairs, mask)
 
 
 def batch_order(sequences: Seq[Sequence], batch_sequences: int, seed: int, epoch: int) -> list[list[int]]:

@@ -121,17 +121,28 @@ class TorchHead:
         self.draft_to_target = torch.tensor(head.config.draft_to_target)
         self.draft_rows = session.backbone.output_rows[self.draft_to_target]
 
-    @torch.inference_mode()
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Draft ``limit`` tokens after ``tokens``; step j+1 is fed step j's draft and output state."""
-        session, config = self.session, self.head.config
-        keys_values = [cached_rows(session.cache, layer) for layer in config.kv_layers]
-        position = torch.tensor([[session.length - 1]])
-        cos, sin = rotary_angles(position, config.head_dim, config.rope_theta)
-        mask = torch.ones(1, 1, 1, session.length, dtype=torch.bool)
-        state, token, drafts = session.last_hidden, tokens[-1], []
+        """Draft ``limit`` tokens after ``tokens`` from the session's own cache and hidden state."""
+        session = self.session
+        keys_values = [cached_rows(session.cache, layer) for layer in self.head.config.kv_layers]
+        return self.draft(tokens[-1], session.last_hidden, keys_values, limit)
+
+    @torch.inference_mode()
+    def draft(self, token: int, hidden: Tensor, keys_values: list[tuple[Tensor, Tensor]], limit: int) -> list[int]:
+        """Unroll the head; step j+1 is fed step j's draft and output state.
+
+        Args:
+            token: x_{p+1}.
+            hidden: h_p, [1, 1, hidden_size] float32.
+            keys_values: per head layer, rows 0..p of the backbone layer it reads, [1, kv_heads, p+1, head_dim].
+            limit: drafts wanted.
+        """
+        config, rows = self.head.config, keys_values[0][0].shape[2]
+        cos, sin = rotary_angles(torch.tensor([[rows - 1]]), config.head_dim, config.rope_theta)
+        mask = torch.ones(1, 1, 1, rows, dtype=torch.bool)
+        state, drafts = hidden, []
         for _ in range(limit):
-            embedding = session.backbone.embed(torch.tensor([[token]]))
+            embedding = self.session.backbone.embed(torch.tensor([[token]]))
             state = self.head(embedding, state, keys_values, mask, cos, sin)
             token = int(self.draft_to_target[(state[0, 0] @ self.draft_rows.T).argmax()])
             drafts.append(token)

@@ -99,12 +99,29 @@ def new_head(shape: Head, backbone: Backbone, sequences: Sequence[CapturedSequen
     )
 
 
+def draft_loss(logits: Tensor, targets: Tensor, teacher: Tensor, soft_target_weight: float) -> Tensor:
+    """Summed loss of one depth: cross-entropy to the backbone's choice mixed with cross-entropy to its distribution.
+
+    Knowledge distillation (Hinton et al. 2015, arXiv 1503.02531), with the teacher cut to the draft vocabulary.
+
+    Args:
+        logits: the head's, [positions, draft].
+        targets: draft ids, [positions] int64.
+        teacher: the backbone's logits of the same rows, [positions, draft]; no gradient.
+        soft_target_weight: share of the second term, 0..1.
+    """
+    hard = F.cross_entropy(logits, targets, reduction="sum")
+    soft = F.cross_entropy(logits, teacher.softmax(dim=-1), reduction="sum")
+    return (1.0 - soft_target_weight) * hard + soft_target_weight * soft
+
+
 def draft_step_losses(
     head: MTPHead,
     batch: TrainingBatch,
     embed: Callable[[Tensor], Tensor],
     draft_rows: Tensor,
     step_weights: Sequence[float],
+    soft_target_weight: float,
 ) -> StepResult:
     """Unroll the head over a batch.
 
@@ -114,6 +131,7 @@ def draft_step_losses(
         embed: token ids -> embeddings as the backbone feeds them.
         draft_rows: output rows of the draft vocabulary, [draft, hidden_size].
         step_weights: one weight per depth.
+        soft_target_weight: see :func:`draft_loss`.
     """
     cos, sin = rotary_angles(batch.positions, head.config.head_dim, head.config.rope_theta)
     state, losses, right = batch.hidden, [], []
@@ -122,8 +140,10 @@ def draft_step_losses(
         targets = batch.targets[..., step]
         chosen = targets != UNSUPERVISED
         logits = state[chosen] @ draft_rows.T
+        with torch.no_grad():
+            teacher = batch.teacher_hidden[:, :, step][chosen] @ draft_rows.T
         count = max(int(chosen.sum()), 1)
-        losses.append(F.cross_entropy(logits, targets[chosen], reduction="sum") / count)
+        losses.append(draft_loss(logits, targets[chosen], teacher, soft_target_weight) / count)
         right.append((logits.detach().argmax(dim=-1) == targets[chosen]).sum() / count)
     per_depth = torch.stack(losses)
     return StepResult((per_depth * torch.tensor(step_weights)).sum(), per_depth.detach(), torch.stack(right))
@@ -211,7 +231,14 @@ class Trainer:
         factor = learning_rate_factor(step, self.total_steps, max(1, round(settings.warmup_share * self.total_steps)))
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * factor
-        result = draft_step_losses(self.head, batch, self.backbone.embed, self.draft_rows, settings.step_weights)
+        result = draft_step_losses(
+            self.head,
+            batch,
+            self.backbone.embed,
+            self.draft_rows,
+            settings.step_weights,
+            settings.soft_target_weight,
+        )
         if self._update(batch, result):
             figures["losses"] = [round(float(loss), 5) for loss in result.losses]
         else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -125,17 +124,11 @@ def compare_with_torch(
 
 def torch_drafts(torch_head: TorchHead, backbone: OrtBackbone, token: int, limit: int) -> list[int]:
     """Drafts of the torch head from onnxruntime's own cache and hidden state: any difference is the head's."""
-    layers = {}
-    for layer in set(torch_head.head.config.kv_layers):
+    keys_values = []
+    for layer in torch_head.head.config.kv_layers:
         keys, values = (
             torch.from_numpy(backbone.buffers[f"past_key_values.{layer}.{part}"][:, :, : backbone.length].copy())
             for part in ("key", "value")
         )
-        layers[layer] = SimpleNamespace(keys=keys, values=values)
-    state = SimpleNamespace(
-        cache=SimpleNamespace(layers=layers),
-        length=backbone.length,
-        last_hidden=torch.from_numpy(backbone.last_hidden.copy()),
-        backbone=torch_head.session.backbone,
-    )
-    return TorchHead(torch_head.head, state).propose([token], limit)  # type: ignore[arg-type]
+        keys_values.append((keys, values))
+    return torch_head.draft(token, torch.from_numpy(backbone.last_hidden.copy()), keys_values, limit)
