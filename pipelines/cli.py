@@ -90,8 +90,14 @@ def _print_report() -> bool | None:
 
 
 @app.command()
-def report() -> None:
+def report(
+    readme: Annotated[bool, typer.Option("--readme", help="also write the table into README.md")] = False,
+) -> None:
     """Show the table of results and the gate's verdict; exit 1 when refused."""
+    from pipelines.report import load_report, write_readme
+
+    if readme:
+        write_readme(load_report())
     if _print_report() is False:
         raise typer.Exit(EXIT_REFUSED)
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from components.core import paths
 from components.core.errors import UserError
-from components.core.files import read_json
+from components.core.files import atomic_path, read_json
 
 if TYPE_CHECKING:
     from components.release.gates import Decision
 
 GAP = "-"
 OVERALL = "all"
+RESULTS_BEGIN, RESULTS_END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,21 @@ def render_markdown(report: Report) -> str:
     table = [f"| {' | '.join(cells)} |" for cells in lines]
     rest = [*report.notes, *_verdict(report)]
     return "\n".join([*table, "", *(f"- {line.strip()}" for line in rest)])
+
+
+def write_readme(report: Report, readme: Path = Path("README.md")) -> None:
+    """Put the table between the README's result markers, so that no figure there is ever typed.
+
+    Raises:
+        UserError: the markers are gone.
+    """
+    text = readme.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(RESULTS_BEGIN)
+    _, end, after = rest.partition(RESULTS_END)
+    if not (begin and end):
+        raise UserError(f"{readme} has no place for results", f"no {RESULTS_BEGIN}", f"put {RESULTS_BEGIN} back")
+    with atomic_path(readme) as temporary:
+        temporary.write_text(f"{before}{begin}\n{render_markdown(report)}\n{end}{after}", encoding="utf-8")
 
 
 def decision_table(decision: Decision) -> list[str]:

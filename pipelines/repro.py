@@ -69,6 +69,7 @@ def child_environment() -> dict[str, str]:
     environment["PYTHONUNBUFFERED"] = "1"
     # Idle OpenMP threads sleep instead of spinning: on a busy machine, spinning made training several times slower.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment.setdefault("TQDM_DISABLE", "1")  # libraries' moving bars; stages print lines of their own
     return environment
 
 
