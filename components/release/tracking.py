@@ -27,6 +27,7 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # an absent server is told in seconds, not in minutes
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 for _name, _value in MLFLOW_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
