@@ -50,12 +50,12 @@ def repro(
         list[str] | None, typer.Argument(metavar="[STAGE]...", help="stages of dvc.yaml; none: all")
     ] = None,
 ) -> None:
-    """Bring every result (or STAGE and what it needs) up to date, then show the table of results."""
+    """Bring every result up to date and show the table (exit 1 when the gate refuses); or STAGE and what it needs."""
     from pipelines.repro import has_results, reproduce
 
     reproduce(stages or [], say)
-    if has_results():
-        _print_report()
+    if not stages and has_results() and _print_report() is False:
+        raise typer.Exit(EXIT_REFUSED)
 
 
 @app.command()

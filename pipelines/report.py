@@ -45,7 +45,9 @@ COLUMNS = (
     Column("alone tok/s", "benchmark", "greedy_tokens_per_s", "{:.1f}"),
     Column("head tok/s", "benchmark", "mtp_tokens_per_s", "{:.1f}"),
     Column("speed-up", "benchmark", "speedup", "{:.2f}x"),
+    Column("with prompt", "benchmark", "speedup_with_prompt", "{:.2f}x"),
     Column("echo", "benchmark", "echo_rate", "{:.2f}"),
+    Column("loops", "verification", "loop_share", "{:.0%}"),
     Column("lookup", "benchmark", "prompt_lookup_acceptance_length", "{:.2f}"),
 )
 

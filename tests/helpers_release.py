@@ -35,7 +35,7 @@ REGISTRY = Registry(
     experiment="tests",
     model_name="tiny-mtp",
 )
-MADE = {"cpu": "a test", "threads": 1, "precision": "float32"}
+MADE = {"cpu": "a test", "threads": 1, "precision": "float32", "packages": {"onnxruntime": "1.32.0"}}
 FROZEN = "f" * 64
 PLACES = {
     "prompts": "contracts/prompts.json",

@@ -156,6 +156,7 @@ def test_lookup_copies_what_followed_the_same_words() -> None:
     assert lookup.propose([1, 2, 3, 4, 9, 1, 2, 3], 2) == [4, 9]
     assert lookup.propose([7, 8, 5, 7, 8], 9) == [5, 7, 8]
     assert lookup.propose([1, 2, 3], 4) == []
+    assert lookup.propose([8, 5, 5, 5, 5, 5, 5, 5], 3) == [5, 5, 5], "a loop fills the whole proposal"
 
 
 def test_rates() -> None:

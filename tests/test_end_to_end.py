@@ -23,6 +23,8 @@ import yaml
 from helpers_readme import Way, commands_tested
 from helpers_repository import tracked_files
 
+pytestmark = pytest.mark.timeout(1500)  # the first test waits for a whole build
+
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = [
     "red",

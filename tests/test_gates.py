@@ -84,6 +84,8 @@ FAULTS = [
     ("speedup, overall", put("benchmark", "overall", "speedup", value=math.inf)),
     ("speedup, smart_reply", put("benchmark", "tasks", 1, "speedup", value=0.99)),
     ("speedup, smart_reply", put("benchmark", "tasks", 1, "prompts", value=0)),
+    ("timed answers equal greedy", put("benchmark", "overall", "mismatches", value=[{"mode": "mtp"}])),
+    ("exactness and speed in one numeric mode", put("benchmark", "created_with", value={**MADE, "cpu": "other"})),
     ("exactness and speed in one numeric mode", put("benchmark", "created_with", value={**MADE, "threads": 2})),
     ("exactness and speed in one numeric mode", put("verification", "created_with", value=None)),
 ]

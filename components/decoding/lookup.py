@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 class PromptLookup:
-    """Propose what followed the most recent earlier occurrence of the last words.
+    """Propose what followed the most recent earlier occurrence of the last words that has enough behind it.
+
+    In a loop the most recent occurrence has only one period behind it; an earlier one fills the whole proposal.
 
     Args:
         longest_ngram: tokens of context matched at first; shorter runs are tried down to one.
@@ -20,7 +22,13 @@ class PromptLookup:
         context = list(tokens)
         for size in range(min(self.longest_ngram, len(context) - 1), 0, -1):
             wanted = context[-size:]
+            longest: list[int] = []
             for start in range(len(context) - size - 1, -1, -1):
                 if context[start : start + size] == wanted:
-                    return context[start + size : start + size + limit]
+                    found = context[start + size : start + size + limit]
+                    longest = max(longest, found, key=len)
+                    if len(found) == limit:
+                        break
+            if longest:
+                return longest
         return []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from components.core.errors import UserError
 from components.core.progress import Progress
 from components.decoding.lookup import PromptLookup
-from components.decoding.metrics import Acceptance, add_up, count_rounds, echo_rate, first_mismatch
+from components.decoding.metrics import Acceptance, add_up, count_rounds, echo_rate, first_mismatch, is_looping
 from components.devices.verification import PromptRow
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ def _row(runs: Sequence[Run], plan: Plan, draft_length: int) -> dict[str, object
         "conditional_acceptance": accepted.conditional,
         "prompt_lookup_acceptance_length": looked_up.acceptance_length,
         "echo_rate": statistics.fmean(echo_rate(run.prompt, run.answer) for run in greedy),
+        "loop_share": statistics.fmean(is_looping(run.answer) for run in greedy),
     }
     for mode in MODES:
         row |= _mode_figures([run for run in runs if run.mode == mode], mode)

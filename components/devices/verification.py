@@ -18,7 +18,7 @@ from components.core.progress import Progress
 from components.data.template import encode_prompt
 from components.decoding.comparison import Mismatch, check_wiring, find_mismatch
 from components.decoding.loop import Round
-from components.decoding.metrics import Acceptance, add_up, count_rounds, first_mismatch
+from components.decoding.metrics import Acceptance, add_up, count_rounds, first_mismatch, is_looping
 
 if TYPE_CHECKING:
     from components.onnx.runtime import Bundle
@@ -59,6 +59,7 @@ class Checked:
     tokens: int
     acceptance: Acceptance
     drafted: int
+    looping: bool
     mismatch: Mismatch | None
 
 
@@ -128,7 +129,7 @@ def check_prompt(bundle: Bundle, prompt: PromptRow) -> Checked:
     got = drafted.answer.tokens
     mismatch = find_mismatch(prompt.prompt_id, plain.answer.tokens, got, margins)
     acceptance = count_rounds(drafted.history, bundle.manifest.contract.draft_length)
-    return Checked(prompt.task, len(got), acceptance, count_drafted(drafted.history), mismatch)
+    return Checked(prompt.task, len(got), acceptance, count_drafted(drafted.history), is_looping(got), mismatch)
 
 
 def count_drafted(rounds: Sequence[Round]) -> int:
@@ -147,6 +148,7 @@ def verification_rows(
 
 def _row(checked: Sequence[Checked], draft_length: int) -> dict[str, object]:
     total = add_up([one.acceptance for one in checked], draft_length)
+    calm = add_up([one.acceptance for one in checked if not one.looping], draft_length)
     mismatches = [asdict(one.mismatch) for one in checked if one.mismatch]
     return {
         "prompts": len(checked),
@@ -156,5 +158,7 @@ def _row(checked: Sequence[Checked], draft_length: int) -> dict[str, object]:
         "acceptance_length": total.acceptance_length,
         "extra_tokens_per_pass": max(total.acceptance_length - 1.0, 0.0),
         "conditional_acceptance": total.conditional,
+        "loop_share": sum(one.looping for one in checked) / len(checked),
+        "extra_tokens_per_pass_without_loops": max(calm.acceptance_length - 1.0, 0.0),
         "drafts_proposed": sum(one.drafted for one in checked),
     }

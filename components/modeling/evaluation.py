@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from components.core.parallel import map_processes
 from components.data.table import Prompt, read_templates
-from components.decoding.metrics import add_up, bootstrap_interval, echo_rate
+from components.decoding.metrics import add_up, bootstrap_interval, echo_rate, is_looping
 from components.modeling.backbone import load_backbone
 from components.modeling.head import MTPHead
 from components.modeling.live import Comparison, LiveEvaluator
@@ -62,6 +62,7 @@ def evaluation_row(
     total = add_up(counts, draft_length)
     mismatches = [asdict(result.mismatch) for result in results if result.mismatch is not None]
     tau = total.acceptance_length
+    calm = add_up([result.counts for result in results if not is_looping(result.answer)], draft_length)
     low, high = bootstrap_interval(counts, samples, seed)
     return {
         "task": task,
@@ -71,8 +72,10 @@ def evaluation_row(
         "mismatches": mismatches,
         "acceptance_length": tau,
         "acceptance_length_interval": [low, high],
-        "extra_tokens_per_pass": tau - 1.0,
+        "extra_tokens_per_pass": max(tau - 1.0, 0.0),
         "conditional_acceptance": total.conditional,
         "drafts_reached": list(total.reached),
+        "loop_share": sum(is_looping(result.answer) for result in results) / len(results),
+        "extra_tokens_per_pass_without_loops": max(calm.acceptance_length - 1.0, 0.0),
         "echo_rate": sum(echo_rate(r.prompt.prompt_ids, r.answer) for r in results) / len(results),
     }

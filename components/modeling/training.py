@@ -65,7 +65,7 @@ class TrainingResult:
     out_of_vocabulary_positions: int
     skipped_batches: int
     validation: list[dict[str, float]]
-    final_losses: list[float]
+    last_batch_losses: list[float]
 
 
 def new_head(shape: Head, backbone: Backbone, sequences: Sequence[CapturedSequence], seed: int) -> MTPHead:
@@ -220,7 +220,7 @@ class Trainer:
             out_of_vocabulary_positions=figures["out_of_vocabulary_positions"],
             skipped_batches=figures["skipped_batches"],
             validation=figures["validation"],
-            final_losses=figures.get("losses", []),
+            last_batch_losses=figures.get("losses", []),
         )
 
     def _one_step(self, log: Log, progress: Progress) -> None:

@@ -95,6 +95,8 @@ def _rules(evidence: Evidence, gates: Gates) -> Iterator[_Rule]:
     yield from (_exact_match(verification, task, gates.exact_match) for task in tasks)
     yield _floor(verification, "extra_tokens_per_pass", None, gates.extra_tokens_per_pass_overall)
     yield from (_floor(verification, "extra_tokens_per_pass", t, gates.extra_tokens_per_pass_task) for t in tasks)
+    # Timed answers are answers too: a mode that differs from greedy in any repeat was not exact.
+    yield _Rule("timed answers equal greedy", benchmark, 0, _reader(_timed_mismatches, benchmark), _equals(0))
     yield _floor(benchmark, "speedup", None, gates.speedup_overall)
     yield from (_floor(benchmark, "speedup", task, gates.speedup_task) for task in tasks)
 
@@ -132,9 +134,18 @@ def _identity_rules(evidence: Evidence) -> Iterator[_Rule]:
 
 
 def numeric_mode(source: Source) -> str:
-    """Precision and thread count that a figure was taken with: a pass in one mode is no pass in another."""
-    precision, threads = source.text("created_with", "precision"), source.at("created_with", "threads")
-    return f"{precision}, {int(finite(threads, 'created_with.threads'))} threads"
+    """Precision, threads, processor and runtime that a figure was taken with: a pass in one is no pass in another."""
+    precision, cpu = source.text("created_with", "precision"), source.text("created_with", "cpu")
+    threads = int(finite(source.at("created_with", "threads"), "created_with.threads"))
+    runtime = source.text("created_with", "packages", "onnxruntime")
+    return f"{precision}, {threads} threads, {cpu}, onnxruntime {runtime}"
+
+
+def _timed_mismatches(source: Source) -> int:
+    listed = source.at("overall", "mismatches")
+    if not isinstance(listed, list):
+        raise Unusable(f"overall.mismatches is {listed!r}, not a list")
+    return len(listed)
 
 
 def _contract_rules(evidence: Evidence) -> Iterator[_Rule]:

@@ -41,6 +41,9 @@ HASH_TAG = "bundle_sha256"
 GATE_TAG = "gate_passed"
 
 
+NOWHERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow: no such model; no such alias
+
+
 @dataclass(frozen=True)
 class ReleaseTags:
     """Where a bundle comes from; written once, when its version is made."""
@@ -186,11 +189,17 @@ def _replace_evidence(folder: Path, files: dict[Path, Path]) -> None:
 
 
 def candidate_version(registry: Registry, alias: str = CANDIDATE) -> int | None:
-    """The version that an alias points to, None when it points nowhere."""
+    """The version that an alias points to, None when it points nowhere.
+
+    Raises:
+        UserError: the store does not answer; that must not be taken for "nowhere", or a roll-back would drop the alias.
+    """
     try:
         return int(open_client(registry).get_model_version_by_alias(registry.model_name, alias).version)
-    except MlflowException:
-        return None
+    except MlflowException as error:
+        if error.error_code in NOWHERE:
+            return None
+        raise store_fault(registry, error) from None
 
 
 def set_candidate(registry: Registry, published: Published, decision: Decision) -> bool:

@@ -87,7 +87,7 @@ def training_report(
         "out_of_vocabulary_positions": result.out_of_vocabulary_positions,
         "steps": result.steps,
         "skipped_batches": result.skipped_batches,
-        "final_losses": result.final_losses,
+        "last_batch_losses": result.last_batch_losses,
         "validation": result.validation,
     }
 
