@@ -7,6 +7,7 @@ three lines are repeated at the very end, because DVC prints lines of its own af
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from components.core import paths
 from components.core.config import load_params
-from components.core.errors import UserError
+from components.core.errors import UserError, disk_full, says_disk_full
 from components.core.host import QUIET_ENVIRONMENT
 from pipelines.stages.common import load_stages
 
@@ -54,8 +55,13 @@ class Ended:
             return UserError(*found[-1].group("what", "seen", "do"))
         if named := FAILED_STAGE.search(self.tail):
             what = f"stage {named.group(1)}"
+        if says_disk_full(self.tail):
+            return disk_full(OSError(errno.ENOSPC, "No space left on device"))
+        if "Unable to acquire lock" in self.tail:
+            return UserError("another dvc command is at work here", "DVC's lock is held", "wait for it to end")
         lines = [line for line in self.tail.splitlines() if line.strip() and not FAILED_STAGE.search(line)]
-        seen = lines[-1] if lines else f"exit status {self.code}"
+        errors = [line for line in lines if line.startswith("ERROR")]  # DVC ends with advice that says nothing
+        seen = (errors or lines or [f"exit status {self.code}"])[-1]
         if self.code < 0:
             seen = f"ended by signal {-self.code}"
         return UserError(f"{what} failed", seen, "read the output above, then run the same command again")

@@ -43,6 +43,11 @@ def disk_full(error: OSError) -> UserError:
     )
 
 
+def says_disk_full(text: str) -> bool:
+    """Whether a message of the system or of a library is about a full disk."""
+    return any(sign in text.lower() for sign in ("no space left on device", "disk is full", "os error 28"))
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether ``error``, or anything it was raised from, says that the disk is full.
 
@@ -52,7 +57,7 @@ def is_disk_full(error: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if any(sign in str(seen).lower() for sign in ("no space left on device", "disk is full", "os error 28")):
+        if says_disk_full(str(seen)):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

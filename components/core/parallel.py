@@ -7,13 +7,29 @@ results do not depend on how many processes there are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from threading import Thread
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def _start_worker(start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
+    start(*arguments)
+
+
+def _end_with_parent() -> None:
+    """A killed parent closes no pool: without this its workers would wait for work, and hold a model each, for ever."""
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def map_processes(
@@ -34,7 +50,8 @@ def map_processes(
         start(*start_arguments)
         yield from map(function, items)
         return
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=start, initargs=start_arguments) as pool:
+    arguments = (start, start_arguments)
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker, initargs=arguments) as pool:
         futures = [pool.submit(function, item) for item in items]
         try:
             for future in as_completed(futures):

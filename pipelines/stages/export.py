@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import TypeAdapter
-
 from components.core import paths
 from components.core.errors import UserError, exits_cleanly
-from components.core.files import read_json, write_json
+from components.core.files import write_json
 from components.core.host import host_card
-from components.core.manifest import TaskPrompt, bundle_hash
-from components.data.table import read_prompts
+from components.core.manifest import bundle_hash
+from components.data.table import read_prompts, read_templates
 from components.devices.verification import first_test_prompts
 from components.modeling.backbone import load_backbone
 from components.modeling.head import MTPHead
@@ -20,12 +18,6 @@ from components.onnx.runtime import open_bundle
 from pipelines.stages.common import stage_params
 
 PROMPTS_PER_TASK, ROUNDS = 2, 6
-
-
-def read_templates() -> dict[str, TaskPrompt]:
-    """Rendered prompts of every task, as stage `prompts` left them."""
-    document = read_json(paths.TEMPLATES, "run `mtp repro prompts`")
-    return TypeAdapter(dict[str, TaskPrompt]).validate_python(document)
 
 
 @exits_cleanly
@@ -39,12 +31,12 @@ def main() -> None:
         max_length=runtime.max_length,
         draft_length=runtime.draft_length,
         oldest_onnxruntime=runtime.oldest_onnxruntime,
-        tasks=read_templates(),
+        tasks=read_templates(paths.TEMPLATES),
     )
     evidence = [paths.TRAINING_REPORT, paths.EVALUATION_REPORT, *sorted(paths.CONTRACTS.glob("*.json"))]
     build_bundle(paths.BUNDLE, paths.BACKBONE, backbone.card, head, settings, evidence)
 
-    bundle = open_bundle(paths.BUNDLE)
+    bundle = open_bundle(paths.BUNDLE, runtime.threads)
     session = TorchBackbone(backbone, runtime.max_length)
     ids = [prompt.prompt_ids for prompt in first_test_prompts(read_prompts(paths.PROMPTS), PROMPTS_PER_TASK)]
     parity = compare_with_torch(
