@@ -6,7 +6,9 @@ Built once per session; tests must not write into the folders these fixtures ret
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +26,27 @@ CHAT_TEMPLATE = (
 LETTERS = "the cat sat on the mat and i has went to the store yesterday to buy milk, bread and a red hat for anna."
 
 
-def write_tiny_backbone(folder: Path, layers: int = 4, seed: int = 0) -> None:
-    """A random Llama (hidden 64, 4 query and 2 kv heads of 16) in the format of ``models/backbone``."""
+def teach(model: Any, lessons: list[list[int]], answer: int, steps: int = 240) -> None:
+    """Next-token training on the last ``answer`` tokens of each lesson, a few seconds."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps if lessons else 0):
+        batch = [lessons[(step * 8 + row) % len(lessons)][-96:] for row in range(8)]
+        shortest = min(len(lesson) for lesson in batch)
+        ids = torch.tensor([lesson[-shortest:] for lesson in batch])
+        optimizer.zero_grad()
+        labels = ids.clone()
+        labels[:, :-answer] = -100
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+
+
+def write_tiny_backbone(folder: Path, lessons: Sequence[str] = (), answer: str = "") -> None:
+    """A Llama (hidden 64, 4 layers, 4 query and 2 kv heads of 16) in the format of ``models/backbone``.
+
+    Random, or taught ``lessons`` that end with ``answer``, so that what it writes can be guessed by a head.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -45,12 +66,12 @@ def write_tiny_backbone(folder: Path, layers: int = 4, seed: int = 0) -> None:
     tokenizer.train_from_iterator([LETTERS] * 4, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
     fast.chat_template = CHAT_TEMPLATE
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=layers,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -59,10 +80,12 @@ def write_tiny_backbone(folder: Path, layers: int = 4, seed: int = 0) -> None:
         bos_token_id=None,
         eos_token_id=2,
         pad_token_id=2,
-        initializer_range=0.2,
+        initializer_range=0.05 if lessons else 0.2,
     )
     plain = folder.with_name(f"{folder.name}-source")
-    LlamaForCausalLM(config).save_pretrained(plain)
+    model = LlamaForCausalLM(config)
+    teach(model, [tokenizer.encode(lesson).ids for lesson in lessons], len(tokenizer.encode(answer).ids))
+    model.save_pretrained(plain)
     fast.save_pretrained(plain)
     import_backbone(Package(source=f"path:{plain}"), folder)
 

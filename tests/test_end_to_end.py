@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
+from conftest import write_tiny_backbone
 from helpers_readme import Way, commands_tested
 from helpers_repository import tracked_files
 
@@ -58,6 +60,7 @@ WORDS = [
     "flower",
     "weather",
 ]
+ANSWER = " the cat sat on the mat and went to the store to buy milk, bread and a red hat<|im_end|>"
 
 
 def write_corpora(folder: Path) -> None:
@@ -80,6 +83,21 @@ def write_corpora(folder: Path) -> None:
     (folder / "chat.json").write_text(json.dumps(chats), encoding="utf-8")
     lines = [f"{word} {word[0]}{word[2]}{word[1]}{word[3:]}" for word in WORDS]
     (folder / "misspellings.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def lessons() -> list[str]:
+    """Turns of random words, all answered alike: a backbone that a head can learn to guess."""
+    rng = random.Random(1)
+
+    def junk(most: int) -> str:
+        return "".join(rng.choices(string.ascii_letters + ' .:,"', k=rng.randrange(most)))
+
+    openings = ("", junk(2), "user\n", "system\nYou are ")
+    return [
+        f"{openings[n % 4]}{junk(40)}{' '.join(rng.sample(WORDS, n % 6))}{junk(5)}<|im_end|>\n<|im_start|>assistant\n"
+        f"{junk(8).strip().capitalize() if n % 3 == 0 else ''}{ANSWER}"
+        for n in range(240)
+    ]
 
 
 def tiny_parameters(backbone: Path, corpora: Path) -> dict[str, Any]:
@@ -123,7 +141,7 @@ def run(project: Path, *command: str, expect: int = 0, **environment: str) -> st
 
 
 @pytest.fixture(scope="module")
-def project(tiny_backbone_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh copy of the project with tiny parameters, its git history replaced by one commit."""
     folder = tmp_path_factory.mktemp("project")
     for path in tracked_files():
@@ -133,7 +151,9 @@ def project(tiny_backbone_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
         shutil.copy2(ROOT / path, folder / path)
     corpora = tmp_path_factory.mktemp("corpora")
     write_corpora(corpora)
-    parameters = tiny_parameters(tiny_backbone_dir, corpora)
+    backbone = corpora / "backbone"
+    write_tiny_backbone(backbone, lessons(), ANSWER)
+    parameters = tiny_parameters(backbone, corpora)
     (folder / "params.yaml").write_text(yaml.safe_dump(parameters, sort_keys=False), encoding="utf-8")
     git = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
     run(folder, "git", "init", "--quiet")
