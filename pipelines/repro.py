@@ -8,6 +8,7 @@ three lines are repeated at the very end, because DVC prints lines of its own af
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from pathlib import Path
 from components.core import paths
 from components.core.config import load_params
 from components.core.errors import UserError, disk_full, says_disk_full
+from components.core.files import write_json
 from components.core.host import QUIET_ENVIRONMENT
 from pipelines.stages.common import load_stages
 
@@ -33,6 +35,7 @@ RESULT_FOLDERS = (Path("data"), Path("models"))
 THREE_LINES = re.compile(r"^error: (?P<what>.*)\n seen: (?P<seen>.*)\n next: (?P<do>.*)$", re.MULTILINE)
 FAILED_STAGE = re.compile(r"failed to reproduce '([^']+)'")
 KEPT_LINES = 200
+RWLOCK = Path(".dvc/tmp/rwlock")
 Echo = Callable[[str], None]
 
 
@@ -57,7 +60,7 @@ class Ended:
             what = f"stage {named.group(1)}"
         if says_disk_full(self.tail):
             return disk_full(OSError(errno.ENOSPC, "No space left on device"))
-        if "Unable to acquire lock" in self.tail:
+        if "Unable to acquire lock" in self.tail or "is busy, it is being blocked by" in self.tail:
             return UserError("another dvc command is at work here", "DVC's lock is held", "wait for it to end")
         lines = [line for line in self.tail.splitlines() if line.strip() and not FAILED_STAGE.search(line)]
         errors = [line for line in lines if line.startswith("ERROR")]  # DVC ends with advice that says nothing
@@ -107,6 +110,7 @@ def run_dvc(arguments: Sequence[str], echo: Echo) -> Ended:
         arguments: after `dvc`.
         echo: gets every line, without its end.
     """
+    drop_dead_locks()
     command = [sys.executable, "-m", "dvc", *arguments]
     tail: deque[str] = deque(maxlen=KEPT_LINES)
     with subprocess.Popen(
@@ -122,6 +126,37 @@ def run_dvc(arguments: Sequence[str], echo: Echo) -> Ended:
             child.wait()  # the terminal has interrupted it as well: let it clean up, so that no lock is left
             raise
     return Ended(code, "\n".join(tail))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not a zombie; True where the system does not tell."""
+    if not Path("/proc/self/stat").exists():
+        return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+def drop_dead_locks(file: Path = RWLOCK) -> None:
+    """Forget what killed `dvc` processes left in DVC's lock file: {"write": {path: holder}, "read": {path: [holder]}}.
+
+    DVC does so itself, but takes a zombie for a living process; where nobody reaps one, it would refuse for ever. A file
+    that was cut off by a kill holds nothing worth keeping.
+    """
+    try:
+        locks = json.loads(file.read_text(encoding="utf-8"))
+        write = {path: holder for path, holder in locks.get("write", {}).items() if is_running(holder["pid"])}
+        held = {path: [one for one in all_ if is_running(one["pid"])] for path, all_ in locks.get("read", {}).items()}
+    except FileNotFoundError:
+        return
+    except ValueError:
+        file.unlink(missing_ok=True)
+        return
+    except (AttributeError, KeyError, TypeError):
+        return  # another format than we know: DVC's own affair
+    write_json(file, {"write": write, "read": {path: holders for path, holders in held.items() if holders}})
 
 
 def known_stages(wanted: Sequence[str]) -> None:

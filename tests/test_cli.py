@@ -18,6 +18,7 @@ from helpers_release import good_documents, write_documents, write_fake_bundle
 from pipelines import cli
 from pipelines.cli import Mark, marked
 from pipelines.report import COLUMNS, GAP, load_report, render_markdown, render_text
+from pipelines.repro import drop_dead_locks
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLE, REPORTS = Path("models/bundle"), Path("models/reports")
@@ -227,3 +228,23 @@ def test_the_installed_script_and_the_module_are_one() -> None:
     command = [sys.executable, "-m", "pipelines.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert all(name in done.stdout for name in ("repro", "run", "release", "generate", "doctor"))
+
+
+def test_locks_of_dead_processes_are_dropped(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # ended but not reaped: a zombie
+    mine, dead, zombie = ({"pid": pid, "cmd": "dvc repro"} for pid in (os.getpid(), gone.pid, child))
+    file = tmp_path / "rwlock"
+    file.write_text(
+        json.dumps({"write": {"a": dead, "b": mine, "c": zombie}, "read": {"d": [dead, mine], "e": [zombie]}})
+    )
+    drop_dead_locks(file)
+    os.waitpid(child, 0)
+    assert json.loads(file.read_text()) == {"write": {"b": mine}, "read": {"d": [mine]}}
+    file.write_text('{"write": {"a"')
+    drop_dead_locks(file)
+    assert not file.exists()
