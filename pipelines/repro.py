@@ -142,8 +142,8 @@ def is_running(pid: int) -> bool:
 def drop_dead_locks(file: Path = RWLOCK) -> None:
     """Forget what killed `dvc` processes left in DVC's lock file: {"write": {path: holder}, "read": {path: [holder]}}.
 
-    DVC does so itself, but takes a zombie for a living process; where nobody reaps one, it would refuse for ever. A file
-    that was cut off by a kill holds nothing worth keeping.
+    DVC does so itself, but takes a zombie for a living process; where nobody reaps one, it would refuse for ever. A
+    file that was cut off by a kill holds nothing worth keeping.
     """
     try:
         locks = json.loads(file.read_text(encoding="utf-8"))
