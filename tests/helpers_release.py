@@ -88,7 +88,14 @@ def good_documents(bundle: str, frozen: str = FROZEN, tasks: tuple[str, ...] = t
     """Evidence that passes every gate, by name."""
     exact = {"prompts": 5, "tokens": 60, "exact_match": 1.0, "mismatches": [], "acceptance_length": 2.0}
     exact |= {"extra_tokens_per_pass": 1.0, "conditional_acceptance": [0.6, 0.5, 0.4]}
-    fast = {"prompts": 3, "repeats": 2, "speedup": 1.4, "greedy_tokens_per_s": 10.0, "mtp_tokens_per_s": 14.0}
+    fast = {
+        "prompts": 3,
+        "repeats": 2,
+        "speedup": 1.4,
+        "mismatches": [],
+        "greedy_tokens_per_s": 10.0,
+        "mtp_tokens_per_s": 14.0,
+    }
     fast |= {"echo_rate": 0.25, "prompt_lookup_acceptance_length": 1.5}
     contract = {
         "created_with": MADE,
