@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from components.core.manifest import Manifest, TaskPrompt
+from components.core.manifest import DraftPolicy, Manifest, Policies, TaskPrompt
+from components.decoding.drafting import StepDrafter
 from components.modeling.backbone import Backbone
 from components.modeling.head import HeadConfig, MTPHead
 from components.onnx.bundle import BundleSettings, build_bundle
@@ -18,10 +19,24 @@ DRAFT_LENGTH = 3
 TASK = TaskPrompt(
     rendered="<|im_start|>user\nCorrect: {text}<|im_end|>\n<|im_start|>assistant\n", stop_texts=(), max_new_tokens=12
 )
+
+
+def fixed_policy(longest: int) -> Policies:
+    """The head alone, always ``longest`` drafts."""
+    return Policies(modes={"head": DraftPolicy(longest=longest, stop_below=0.0, lookup_ngram=0)}, default="head")
+
+
+def first_drafts(head: StepDrafter, token: int, count: int) -> tuple[list[int], list[float]]:
+    """The first ``count`` drafts behind ``token``, and their probabilities."""
+    head.begin(token)
+    steps = [head.step() for _ in range(count)]
+    return [draft for draft, _ in steps], [probability for _, probability in steps]
+
+
 SETTINGS = BundleSettings(
     name="tiny",
     max_length=MAX_LENGTH,
-    draft_length=DRAFT_LENGTH,
+    policies=fixed_policy(DRAFT_LENGTH),
     oldest_onnxruntime="1.20.0",
     tasks={"proofread": TASK},
 )

@@ -13,9 +13,11 @@ from components.core.files import sha256_file
 from components.core.manifest import (
     BackboneCard,
     Contract,
+    DraftPolicy,
     Graph,
     HeadCard,
     Manifest,
+    Policies,
     TaskPrompt,
     bundle_hash,
     read_manifest,
@@ -61,7 +63,8 @@ def write_fake_bundle(folder: Path, content: bytes = b"weights", tasks: Mapping[
         name="fake",
         precision="float32",
         max_length=64,
-        contract=Contract(draft_length=3, kv_layers=(1,), embedding_scale=1.0),
+        contract=Contract(kv_layers=(1,), embedding_scale=1.0),
+        policies=Policies(modes={"head": DraftPolicy(longest=3, stop_below=0.0, lookup_ngram=0)}, default="head"),
         backbone=BackboneCard(
             source="path:tests",
             weights_sha256=FROZEN,

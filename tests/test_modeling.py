@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from components.core.config import Head, Package, Train
 from components.core.errors import UserError
-from components.core.manifest import TaskPrompt
+from components.core.manifest import DraftPolicy, TaskPrompt
+from components.decoding.drafting import PolicyDrafter
 from components.decoding.loop import decode_greedy, decode_with_drafts
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone, hash_weights, import_backbone, load_backbone
@@ -257,7 +258,8 @@ def test_an_overfitted_head_drafts_its_training_text_live(
     assert result.supervised_positions[0] == sum(len(s.answer) - 1 for s in sequences)
     head.eval().save_pretrained(tmp_path / "head")
     session = TorchBackbone(backbone, 64)
-    drafter = TorchHead(MTPHead.from_pretrained(tmp_path / "head"), session)
+    policy = DraftPolicy(longest=3, stop_below=0.0, lookup_ngram=0)
+    drafter = PolicyDrafter(TorchHead(MTPHead.from_pretrained(tmp_path / "head"), session), policy, ())
     emitted = passes = 0
     for sequence in sequences:
         answer = Answer(StopRule(frozenset(backbone.card.eos_ids), (), 12), decode)

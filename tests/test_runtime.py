@@ -53,7 +53,7 @@ def test_buffers_are_written_in_place_and_never_move(bundle: Bundle) -> None:
     assert all(array_at == value_at for array_at, value_at in addresses.values())
     for array in side.buffers.values():
         array[:] = 0.0
-    bundle.start_from_ids(PROMPT, empty_answer(bundle), bundle.head).finish()
+    bundle.start_from_ids(PROMPT, empty_answer(bundle), bundle.drafter()).finish()
     assert {name: (a.ctypes.data, side.values[name].data_ptr()) for name, a in side.buffers.items()} == addresses
     for array in side.buffers.values():
         written = np.abs(array[0, 0]).sum(axis=-1) > 0
@@ -88,10 +88,10 @@ def test_drafts_change_nothing(bundle: Bundle, wrong_every: int, draft_length: i
 
 def test_head_and_lookup_give_the_greedy_tokens(bundle: Bundle) -> None:
     reference = greedy(bundle)
-    for drafter in (bundle.head, PromptLookup(3)):
+    for drafter in (head := bundle.drafter(), PromptLookup(3)):
         made = bundle.start_from_ids(PROMPT, empty_answer(bundle), drafter).finish()
         assert made.answer.tokens == reference.tokens
-        assert sum(len(round_.drafted) for round_ in made.history) > 0 or drafter is not bundle.head
+        assert sum(len(round_.drafted) for round_ in made.history) > 0 or drafter is not head
 
 
 def test_rejected_rows_are_never_seen(bundle: Bundle) -> None:
@@ -147,7 +147,7 @@ def test_a_full_buffer_is_used_to_the_last_row(bundle: Bundle) -> None:
     """Prompt and budget that just fit decode the same with and without drafts; one more is refused."""
     prompt = (PROMPT * 12)[: MAX_LENGTH - 10]
     plain = bundle.start_from_ids(prompt, empty_answer(bundle, budget=11), None).finish().answer.tokens
-    drafted = bundle.start_from_ids(prompt, empty_answer(bundle, budget=11), bundle.head).finish().answer.tokens
+    drafted = bundle.start_from_ids(prompt, empty_answer(bundle, budget=11), bundle.drafter()).finish().answer.tokens
     assert plain == drafted
     assert len(plain) == 11
     with pytest.raises(UserError, match="too long"):

@@ -140,8 +140,25 @@ class Runtime(Strict):
 
     threads: Annotated[int, Field(ge=0)] = Field(description="0: every core the process may use")
     max_length: Positive = Field(description="rows of the KV buffer: prompt and answer together")
-    draft_length: Annotated[int, Field(ge=1, le=8)] = Field(description="K: tokens drafted per round")
     oldest_onnxruntime: str = Field(description="the oldest runtime that must load the graphs")
+
+
+class Drafting(Strict):
+    """What the draft policy is chosen from, and the costs that it is chosen by."""
+
+    longest: Annotated[int, Field(ge=1, le=7)] = Field(description="drafts of a round at most; a pass has one row more")
+    thresholds: tuple[Share, ...] = Field(min_length=1, description="the head stops once its chain is less likely")
+    lookup_ngrams: tuple[Positive, ...] = Field(min_length=1, description="tokens that must have occurred before")
+    pass_cost: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        description="passes of 1, 2, .. longest+1 rows, in decode passes; `costs` in benchmark/local.json measures them"
+    )
+    step_cost: Annotated[float, Field(gt=0)] = Field(description="one step of the head, in decode passes")
+
+    @model_validator(mode="after")
+    def _a_cost_per_width(self) -> Drafting:
+        if len(self.pass_cost) != self.longest + 1:
+            raise ValueError(f"pass_cost needs {self.longest + 1} values, one per pass width")
+        return self
 
 
 class Evaluate(Strict):
@@ -198,6 +215,7 @@ class Params(Strict):
     head: Head
     train: Train
     runtime: Runtime
+    drafting: Drafting
     evaluate: Evaluate
     verify: Verify
     benchmark: Benchmark
@@ -215,7 +233,7 @@ class Params(Strict):
     @model_validator(mode="after")
     def _draft_lengths(self) -> Params:
         longest = self.data.max_prompt_tokens + max(task.max_new_tokens for task in self.tasks.values())
-        if longest + self.runtime.draft_length + 1 > self.runtime.max_length:
+        if longest + self.drafting.longest + 1 > self.runtime.max_length:
             raise ValueError(f"runtime.max_length {self.runtime.max_length} cannot hold {longest} tokens and a draft")
         return self
 

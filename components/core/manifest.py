@@ -11,7 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from components.core.config import Strict
 from components.core.errors import UserError
@@ -23,7 +23,6 @@ MANIFEST_FILE = "manifest.json"
 class Contract(Strict):
     """The decode contract (DESIGN), pinned: what the head was trained on is what a runtime must do."""
 
-    draft_length: int = Field(description="K: draft steps in the head graph")
     kv_layers: tuple[int, ...] = Field(description="backbone layer read by each head layer")
     hidden_state: Literal["after_final_norm"] = "after_final_norm"
     concatenation: Literal["embedding_then_hidden"] = "embedding_then_hidden"
@@ -32,6 +31,32 @@ class Contract(Strict):
     visible_rows: Literal["0..p"] = "0..p"
     query_position: Literal["p"] = "p"
     feedback: Literal["normalised_output_state"] = "normalised_output_state"
+
+
+class DraftPolicy(Strict):
+    """How far a round drafts; every policy gives the same text. Calibrated on the validation split."""
+
+    longest: int = Field(ge=1, le=7, description="K: drafts of a round at most")
+    stop_below: float = Field(ge=0.0, le=1.0, description="the head stops once its whole chain is less likely")
+    lookup_ngram: int = Field(ge=0, description="copy what followed this many tokens before; 0: never copy")
+
+
+class Policies(Strict):
+    """Named policies, and the one that pays best on the target."""
+
+    modes: dict[str, DraftPolicy]
+    default: str
+
+    @property
+    def policy(self) -> DraftPolicy:
+        """The default one."""
+        return self.modes[self.default]
+
+    @model_validator(mode="after")
+    def _default_exists(self) -> Policies:
+        if self.default not in self.modes:
+            raise ValueError(f"default policy {self.default!r} is not one of {sorted(self.modes)}")
+        return self
 
 
 class BackboneCard(Strict):
@@ -92,12 +117,26 @@ class Manifest(Strict):
     max_length: int = Field(description="rows of the KV buffer")
     kv_padding_rows: int = Field(default=0, ge=0, description="rows behind them that the graph uses as scratch")
     contract: Contract
+    policies: Policies
     backbone: BackboneCard
     head: HeadCard
     graphs: dict[Literal["backbone", "head"], Graph]
     tasks: dict[str, TaskPrompt]
     versions: dict[str, str] = Field(description="packages that made the bundle")
     files: dict[str, str] = Field(description="sha256 of every file but the manifest and the evidence")
+
+
+def read_policies(path: Path) -> Policies:
+    """The policies that `calibrate` chose.
+
+    Raises:
+        UserError: missing, not JSON, or of another shape.
+    """
+    document = read_json(path, "run `mtp repro calibrate`")
+    try:
+        return Policies.model_validate(document["policies"])
+    except (ValidationError, KeyError, TypeError) as error:
+        raise UserError(f"{path} holds no policies", str(error)[:200], "run `mtp repro calibrate`") from None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -16,6 +16,7 @@ DISTILLED_SUMMARY = DISTILLED / "summary.json"
 
 BACKBONE = Path("models/backbone")
 HEAD = Path("models/head")
+POLICY = Path("models/policy.json")
 BUNDLE = Path("models/bundle")
 
 REPORTS = Path("models/reports")

@@ -11,16 +11,17 @@ class PromptLookup:
     In a loop the most recent occurrence has only one period behind it; an earlier one fills the whole proposal.
 
     Args:
-        longest_ngram: tokens of context matched at first; shorter runs are tried down to one.
+        longest_ngram: tokens of context matched at first; shorter runs are tried next.
+        shortest_ngram: the shortest run tried.
     """
 
-    def __init__(self, longest_ngram: int) -> None:
-        self.longest_ngram = longest_ngram
+    def __init__(self, longest_ngram: int, shortest_ngram: int = 1) -> None:
+        self.longest_ngram, self.shortest_ngram = longest_ngram, shortest_ngram
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Up to ``limit`` tokens, or none when the context never occurred before."""
         context = list(tokens)
-        for size in range(min(self.longest_ngram, len(context) - 1), 0, -1):
+        for size in range(min(self.longest_ngram, len(context) - 1), self.shortest_ngram - 1, -1):
             wanted = context[-size:]
             longest: list[int] = []
             for start in range(len(context) - size - 1, -1, -1):

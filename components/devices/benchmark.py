@@ -98,7 +98,7 @@ def time_once(bundle: Bundle, prompt: PromptRow, mode: str, repeat: int, plan: P
     """Time one answer."""
     ids = list(prompt.prompt_ids)
     generation = _start(bundle, prompt.task, ids, mode, plan).finish()
-    length = plan.lookup_draft_length if mode == LOOKUP else bundle.manifest.contract.draft_length
+    length = plan.lookup_draft_length if mode == LOOKUP else bundle.manifest.policies.policy.longest
     return Run(
         prompt_id=prompt.prompt_id,
         task=prompt.task,
@@ -117,13 +117,13 @@ def _start(bundle: Bundle, task: str, ids: list[int], mode: str, plan: Plan) -> 
     if mode == GREEDY:
         return bundle.start_from_ids(ids, answer, None)
     if mode == MTP:
-        return bundle.start_from_ids(ids, answer, bundle.head)
+        return bundle.start_from_ids(ids, answer, bundle.drafter())
     return bundle.start_from_ids(ids, answer, PromptLookup(plan.lookup_ngram), plan.lookup_draft_length)
 
 
 def measure_costs(bundle: Bundle, prompt: Sequence[int]) -> dict[str, object]:
-    """Median milliseconds of passes of 1..K+1 rows and of one call of the head, taken in turn after ``prompt``."""
-    backbone, length = bundle.backbone, bundle.manifest.contract.draft_length
+    """Median milliseconds of passes of 1..K+1 rows and of one step of the head, taken in turn after ``prompt``."""
+    backbone, head, length = bundle.backbone, bundle.head, bundle.manifest.policies.policy.longest
     token = backbone.prefill(prompt)
     widths = range(1, length + 2)
     samples: dict[str, list[float]] = {name: [] for name in (*map(str, widths), "draft")}
@@ -132,18 +132,20 @@ def measure_costs(bundle: Bundle, prompt: Sequence[int]) -> dict[str, object]:
             seconds = _timed(lambda width=width: backbone.verify([token] * width))  # type: ignore[misc]
             if repeat >= 2:
                 samples[str(width)].append(seconds)
-        seconds = _timed(lambda: bundle.head.propose([token], length))
-        if repeat >= 2:
-            samples["draft"].append(seconds)
+        head.begin(token)
+        for _ in range(length):
+            seconds = _timed(head.step)
+            if repeat >= 2:
+                samples["draft"].append(seconds)
     medians = {name: 1000 * statistics.median(values) for name, values in samples.items()}
     draft_ms = medians.pop("draft")
     return {
         "past_tokens": len(prompt),
         "samples": COST_REPEATS,
         "pass_p50_ms": medians,
-        "draft_p50_ms": draft_ms,
+        "draft_step_p50_ms": draft_ms,
         "verify_over_decode": medians[str(length + 1)] / medians["1"],
-        "draft_step_over_decode": draft_ms / length / medians["1"],
+        "draft_step_over_decode": draft_ms / medians["1"],
     }
 
 

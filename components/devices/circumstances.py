@@ -21,5 +21,5 @@ def created_with(bundle: Bundle) -> dict[str, object]:
         "precision": bundle.manifest.precision,
         "providers": ["CPUExecutionProvider"],
         "attention_padding_rows": bundle.manifest.kv_padding_rows,
-        "draft_length": bundle.manifest.contract.draft_length,
+        "policy": bundle.manifest.policies.policy.model_dump(),
     }

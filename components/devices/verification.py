@@ -112,7 +112,7 @@ def verify_bundle(bundle: Bundle, prompts: Sequence[PromptRow]) -> list[Checked]
     for prompt in prompts:
         checked.append(check_prompt(bundle, prompt))
         progress.advance(note=f"{sum(one.mismatch is not None for one in checked)} differ")
-    total = add_up([one.acceptance for one in checked], bundle.manifest.contract.draft_length)
+    total = add_up([one.acceptance for one in checked], bundle.manifest.policies.policy.longest)
     check_wiring(total, sum(one.drafted for one in checked), "the bundle")
     return checked
 
@@ -125,10 +125,10 @@ def check_prompt(bundle: Bundle, prompt: PromptRow) -> Checked:
     for _ in plain.rounds():
         best, second = np.partition(bundle.backbone.last_logits[-1], -2)[[-1, -2]]
         margins.append(float(best - second))
-    drafted = bundle.start_from_ids(ids, bundle.answer(prompt.task), bundle.head).finish()
+    drafted = bundle.start_from_ids(ids, bundle.answer(prompt.task), bundle.drafter()).finish()
     got = drafted.answer.tokens
     mismatch = find_mismatch(prompt.prompt_id, plain.answer.tokens, got, margins)
-    acceptance = count_rounds(drafted.history, bundle.manifest.contract.draft_length)
+    acceptance = count_rounds(drafted.history, bundle.manifest.policies.policy.longest)
     return Checked(prompt.task, len(got), acceptance, count_drafted(drafted.history), is_looping(got), mismatch)
 
 

@@ -14,30 +14,31 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from components.core.manifest import DraftPolicy
 from components.core.parallel import map_processes
 from components.data.table import Prompt, read_templates
+from components.decoding.drafting import PolicyDrafter
 from components.decoding.metrics import add_up, bootstrap_interval, echo_rate, is_looping
 from components.modeling.backbone import load_backbone
 from components.modeling.head import MTPHead
 from components.modeling.live import Comparison, LiveEvaluator
-from components.modeling.session import TorchHead
 
-_worker: tuple[LiveEvaluator, TorchHead, int] | None = None
+_worker: tuple[LiveEvaluator, PolicyDrafter] | None = None
 
 
-def _start_worker(backbone: Path, head: Path, templates: Path, max_length: int, draft_length: int) -> None:
+def _start_worker(backbone: Path, head: Path, templates: Path, max_length: int, policy: DraftPolicy) -> None:
     global _worker  # noqa: PLW0603 - a pool hands its workers no state of their own
     torch.set_num_threads(1)
     decode = Tokenizer.from_file(str(backbone / "tokenizer.json")).decode
     evaluator = LiveEvaluator(load_backbone(backbone), [], read_templates(templates), decode, max_length)
-    _worker = (evaluator, TorchHead(MTPHead.from_pretrained(head), evaluator.session), draft_length)
+    _worker = (evaluator, evaluator.drafter(MTPHead.from_pretrained(head), policy))
 
 
 def _compare(prompt: Prompt) -> Comparison:
     if _worker is None:
         raise RuntimeError("the worker was not started")
-    evaluator, drafter, draft_length = _worker
-    return evaluator.compare(prompt, drafter, draft_length)
+    evaluator, drafter = _worker
+    return evaluator.compare(prompt, drafter, drafter.policy.longest)
 
 
 def compare_prompts(
@@ -46,11 +47,11 @@ def compare_prompts(
     head: Path,
     templates: Path,
     max_length: int,
-    draft_length: int,
+    policy: DraftPolicy,
     processes: int,
 ) -> Iterator[Comparison]:
     """Decode every prompt plainly and with drafts, in ``processes`` single-threaded processes."""
-    arguments = (backbone, head, templates, max_length, draft_length)
+    arguments = (backbone, head, templates, max_length, policy)
     yield from map_processes(_compare, prompts, processes, _start_worker, arguments)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from components.core.manifest import TaskPrompt
+from components.core.manifest import DraftPolicy, TaskPrompt
 from components.data.table import Prompt
 from components.decoding.comparison import Mismatch, find_mismatch
+from components.decoding.drafting import PolicyDrafter
 from components.decoding.loop import Drafter, Round, decode_greedy, decode_with_drafts
 from components.decoding.metrics import Acceptance, add_up, count_rounds
 from components.decoding.stopping import Answer, StopRule
@@ -59,8 +60,9 @@ class LiveEvaluator:
         return [prompt for task in self.tasks for prompt in [p for p in self.prompts if p.task == task][:limit]]
 
     def acceptance(self, head: MTPHead, draft_length: int, limit: int) -> dict[str, float]:
-        """Extra tokens per pass, per task and overall, and conditional acceptance per depth."""
-        drafter = TorchHead(head, self.session)
+        """Extra tokens per pass with fixed K, per task and overall, and conditional acceptance per depth."""
+        policy = DraftPolicy(longest=draft_length, stop_below=0.0, lookup_ngram=0)
+        drafter = self.drafter(head, policy)
         parts: dict[str, list[Acceptance]] = {}
         for prompt in self.chosen(limit):
             _, rounds = self.drafted(prompt, drafter, draft_length)
@@ -74,6 +76,10 @@ class LiveEvaluator:
         for depth, share in enumerate(overall.conditional, start=1):
             figures[f"conditional_acceptance_depth_{depth}"] = share
         return figures
+
+    def drafter(self, head: MTPHead, policy: DraftPolicy) -> PolicyDrafter:
+        """The head on this evaluator's session, under ``policy``."""
+        return PolicyDrafter(TorchHead(head, self.session), policy, self.session.backbone.card.eos_ids)
 
     def drafted(self, prompt: Prompt, drafter: Drafter, draft_length: int) -> tuple[Answer, list[Round]]:
         """Decode with drafts."""

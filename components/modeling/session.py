@@ -114,36 +114,37 @@ class TorchBackbone:
 
 
 class TorchHead:
-    """Implements :class:`components.decoding.loop.Drafter` with the head, reading the backbone's cache in place."""
+    """Implements :class:`components.decoding.drafting.StepDrafter` with the head, on the backbone's own cache."""
 
     def __init__(self, head: MTPHead, session: TorchBackbone) -> None:
         self.head, self.session = head, session
         self.draft_to_target = torch.tensor(head.config.draft_to_target)
         self.draft_rows = session.backbone.output_rows[self.draft_to_target]
 
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Draft ``limit`` tokens after ``tokens`` from the session's own cache and hidden state."""
-        session = self.session
-        keys_values = [cached_rows(session.cache, layer) for layer in self.head.config.kv_layers]
-        return self.draft(tokens[-1], session.last_hidden, keys_values, limit)
+    def begin(self, token: int) -> None:
+        """Start a round behind ``token``, from the session's own cache and hidden state."""
+        keys_values = [cached_rows(self.session.cache, layer) for layer in self.head.config.kv_layers]
+        self.begin_from(token, self.session.last_hidden, keys_values)
 
-    @torch.inference_mode()
-    def draft(self, token: int, hidden: Tensor, keys_values: list[tuple[Tensor, Tensor]], limit: int) -> list[int]:
-        """Unroll the head; step j+1 is fed step j's draft and output state.
+    def begin_from(self, token: int, hidden: Tensor, keys_values: list[tuple[Tensor, Tensor]]) -> None:
+        """Start a round from any cache.
 
         Args:
             token: x_{p+1}.
             hidden: h_p, [1, 1, hidden_size] float32.
             keys_values: per head layer, rows 0..p of the backbone layer it reads, [1, kv_heads, p+1, head_dim].
-            limit: drafts wanted.
         """
         config, rows = self.head.config, keys_values[0][0].shape[2]
-        cos, sin = rotary_angles(torch.tensor([[rows - 1]]), config.head_dim, config.rope_theta)
-        mask = torch.ones(1, 1, 1, rows, dtype=torch.bool)
-        state, drafts = hidden, []
-        for _ in range(limit):
-            embedding = self.session.backbone.embed(torch.tensor([[token]]))
-            state = self.head(embedding, state, keys_values, mask, cos, sin)
-            token = int(self.draft_to_target[(state[0, 0] @ self.draft_rows.T).argmax()])
-            drafts.append(token)
-        return drafts
+        self._angles = rotary_angles(torch.tensor([[rows - 1]]), config.head_dim, config.rope_theta)
+        self._mask = torch.ones(1, 1, 1, rows, dtype=torch.bool)
+        self._token, self._state, self._keys_values = token, hidden, keys_values
+
+    @torch.inference_mode()
+    def step(self) -> tuple[int, float]:
+        """The next draft, and its probability within the draft vocabulary; step j+1 is fed step j's draft and state."""
+        embedding = self.session.backbone.embed(torch.tensor([[self._token]]))
+        self._state = self.head(embedding, self._state, self._keys_values, self._mask, *self._angles)
+        probabilities = (self._state[0, 0] @ self.draft_rows.T).softmax(dim=-1)
+        best = probabilities.argmax()
+        self._token = int(self.draft_to_target[best])
+        return self._token, float(probabilities[best])

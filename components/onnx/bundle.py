@@ -22,6 +22,7 @@ from components.core.manifest import (
     Graph,
     HeadCard,
     Manifest,
+    Policies,
     TaskPrompt,
     write_manifest,
 )
@@ -44,14 +45,14 @@ class BundleSettings:
     Attributes:
         name: shown to people, not used to find it.
         max_length: rows of the KV buffer.
-        draft_length: K.
+        policies: how far a round drafts.
         oldest_onnxruntime: MAJOR.MINOR.PATCH that must load the graphs.
         tasks: prompts by task.
     """
 
     name: str
     max_length: int
-    draft_length: int
+    policies: Policies
     oldest_onnxruntime: str
     tasks: Mapping[str, TaskPrompt]
 
@@ -84,7 +85,7 @@ def build_bundle(
         export_backbone(source, backbone_file, card, limits)
         _check_rotary_rows(backbone_file, settings.max_length)
         weights = {name: tensor.detach().numpy() for name, tensor in head.state_dict().items()}
-        export_head(head.config, weights, card, settings.draft_length, backbone_file, head_file)
+        export_head(head.config, weights, card, backbone_file, head_file)
         shutil.copyfile(source / TOKENIZER_FILE, temporary / TOKENIZER_FILE)
         files = {path.name: sha256_file(path) for path in sorted(temporary.iterdir()) if path.is_file()}
         graphs: Graphs = {"backbone": graph_card(backbone_file), "head": graph_card(head_file)}
@@ -132,9 +133,8 @@ def _manifest(
         precision="float32",
         max_length=settings.max_length,
         kv_padding_rows=PADDING_ROWS,
-        contract=Contract(
-            draft_length=settings.draft_length, kv_layers=config.kv_layers, embedding_scale=config.embedding_scale
-        ),
+        contract=Contract(kv_layers=config.kv_layers, embedding_scale=config.embedding_scale),
+        policies=settings.policies,
         backbone=card,
         head=HeadCard(
             weights_sha256=hash_weights(head),

@@ -1,6 +1,6 @@
-"""The MTP head as one ONNX graph: K unrolled draft steps that read the backbone's own KV buffers.
+"""One draft step of the MTP head as an ONNX graph that reads the backbone's own KV buffers.
 
-Owns the graph; written node by node, because an exporter would unroll the weights too or leave transposes on them. It
+Owns the graph; written node by node, because an exporter would leave transposes on the weights. It
 refuses to hold a second copy of the embedding: that weight, and the rotary tables, are pointers into the backbone's
 data file. Its surprising decision: attention runs over every row of the buffer and masks what lies behind
 ``valid_rows``, so the buffers are read where they lie, never sliced or copied.
@@ -26,21 +26,18 @@ Weights = Mapping[str, NDArray[np.float32]]
 MASKED = np.float32(-1e30)
 
 
-def export_head(
-    config: HeadConfig, weights: Weights, card: BackboneCard, draft_length: int, backbone: Path, target: Path
-) -> None:
+def export_head(config: HeadConfig, weights: Weights, card: BackboneCard, backbone: Path, target: Path) -> None:
     """Write the head's graph next to the backbone's.
 
-    Inputs: ``token`` int64 [1, 1], x_{p+1}; ``hidden`` float32 [1, 1, hidden_size], h_p; ``valid_rows`` int64 [1],
-    p + 1; keys and values of the layers in ``config.kv_layers``, float32 [1, kv_heads, rows, head_dim]. Outputs:
-    ``drafts`` int64 [1, K], token ids of the backbone; ``probabilities`` float32 [1, K], of each draft within the draft
-    vocabulary.
+    Inputs: ``token`` int64 [1, 1], x_{p+1} or the last draft; ``hidden`` float32 [1, 1, hidden_size], h_p or the last
+    ``state``; ``valid_rows`` int64 [1], p + 1; keys and values of the layers in ``config.kv_layers``, float32
+    [1, kv_heads, rows, head_dim]. Outputs: ``draft`` int64 [1, 1], a token id of the backbone; ``probability`` float32
+    [1, 1], of the draft within the draft vocabulary; ``state`` float32 [1, 1, hidden_size], fed back to the next step.
 
     Args:
         config: shape of the head.
         weights: the head's state, by the names of :class:`components.modeling.head.MTPHead`.
         card: shape of the backbone.
-        draft_length: K.
         backbone: the exported backbone, in the folder of ``target``.
         target: file to write.
 
@@ -52,14 +49,15 @@ def export_head(
     source = onnx.load(backbone, load_external_data=False)
     tensors = {tensor.name: tensor for tensor in source.graph.initializer}
     writer = _HeadWriter(config, weights, output_rows(source, backbone.parent)[list(config.draft_to_target)])
-    drafts, probabilities = writer.unroll(draft_length)
+    draft, probability, state = writer.step()
     graph = helper.make_graph(
         writer.nodes.nodes,
         "mtp_head",
         _inputs(config, card),
         [
-            helper.make_tensor_value_info(drafts, TensorProto.INT64, (1, draft_length)),
-            helper.make_tensor_value_info(probabilities, TensorProto.FLOAT, (1, draft_length)),
+            helper.make_tensor_value_info(draft, TensorProto.INT64, (1, 1)),
+            helper.make_tensor_value_info(probability, TensorProto.FLOAT, (1, 1)),
+            helper.make_tensor_value_info(state, TensorProto.FLOAT, (1, 1, card.hidden_size)),
         ],
         [*writer.nodes.initializers, *(tensors[name] for name in (EMBEDDING, COSINE, SINE))],
     )
@@ -91,12 +89,12 @@ def _inputs(config: HeadConfig, card: BackboneCard) -> list[onnx.ValueInfoProto]
 
 
 class _HeadWriter:
-    """Writes the draft steps; every weight is one initializer that all steps share."""
+    """Writes the draft step."""
 
     def __init__(self, config: HeadConfig, weights: Weights, draft_rows: NDArray[np.float32]) -> None:
         self.config = config
         self.nodes = Nodes("/head")
-        # Weights are stored [in, out]: a transpose left in the graph would be done again in every step.
+        # Weights are stored [in, out]: a transpose left in the graph would be done again in every run.
         self.weight = {
             name: self.nodes.constant(name, value.T if value.ndim == 2 else value) for name, value in weights.items()
         }
@@ -112,21 +110,10 @@ class _HeadWriter:
         target_ids = np.array(config.draft_to_target, dtype=np.int64)
         self.draft_to_target = self.nodes.constant("draft_to_target", target_ids)
 
-    def unroll(self, draft_length: int) -> tuple[str, str]:
-        """All steps; returns the names of the two outputs."""
-        add = self.nodes.add
-        visible, position = self._visible_rows(), self._position()
-        token, state = "token", "hidden"
-        drafts, probabilities = [], []
-        for _ in range(draft_length):
-            state = self._step(token, state, visible, position)
-            token, probability = self._draft(state)
-            drafts.append(token)
-            probabilities.append(probability)
-        return (
-            add("Concat", *drafts, output="drafts", axis=1),
-            add("Concat", *probabilities, output="probabilities", axis=1),
-        )
+    def step(self) -> tuple[str, str, str]:
+        """The whole graph; returns the names of the outputs: draft, probability, state."""
+        state = self._state("token", "hidden", self._visible_rows(), self._position())
+        return (*self._draft(state), state)
 
     def _visible_rows(self) -> str:
         """Bool [rows]: true for rows 0..p."""
@@ -142,7 +129,7 @@ class _HeadWriter:
             "Unsqueeze", self.nodes.add("Sub", "valid_rows", self.integer["one"]), self.integer["zero"]
         )
 
-    def _step(self, token: str, state: str, visible: str, position: str) -> str:
+    def _state(self, token: str, state: str, visible: str, position: str) -> str:
         """(token, state) -> the next normalised state, [1, 1, hidden_size]."""
         add, layers = self.nodes.add, self.config.kv_layers
         embedding = add("Mul", add("Gather", EMBEDDING, token), self.scale)
@@ -150,7 +137,7 @@ class _HeadWriter:
         x = add("MatMul", add("Concat", *inputs, axis=-1), self.weight["pre_projection.weight"])
         for index, kv_layer in enumerate(layers):
             x = self._layer(f"layers.{index}", kv_layer, x, visible, position)
-        return self._norm(x, "norm.weight")
+        return self._norm(x, "norm.weight", output="state")
 
     def _layer(self, name: str, kv_layer: int, x: str, visible: str, position: str) -> str:
         add, weight = self.nodes.add, self.weight
@@ -168,11 +155,12 @@ class _HeadWriter:
         inner = add("Mul", gate, add("MatMul", inner, weight[f"{name}.up_proj.weight"]))
         return add("Add", x, add("MatMul", inner, weight[f"{name}.down_proj.weight"]))
 
-    def _norm(self, x: str, weight: str) -> str:
+    def _norm(self, x: str, weight: str, output: str = "") -> str:
         return self.nodes.add(
             "SimplifiedLayerNormalization",
             x,
             self.weight[weight],
+            output=output,
             axis=-1,
             epsilon=self.config.rms_norm_eps,
             stash_type=1,
@@ -185,4 +173,5 @@ class _HeadWriter:
         best = add("ArgMax", logits, axis=-1, keepdims=0)
         top = add("ReduceMax", logits, self.integer["last_axis"], keepdims=0)
         total = add("ReduceLogSumExp", logits, self.integer["last_axis"], keepdims=0)
-        return add("Gather", self.draft_to_target, best), add("Exp", add("Sub", top, total))
+        draft = add("Gather", self.draft_to_target, best, output="draft")
+        return draft, add("Exp", add("Sub", top, total), output="probability")

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from components.core.errors import UserError
-from components.core.manifest import Manifest, TaskPrompt
+from components.core.manifest import DraftPolicy, Manifest, TaskPrompt
 from components.data.template import encode_prompt
+from components.decoding.drafting import PolicyDrafter
 from components.decoding.loop import Drafter, decode_greedy, decode_with_drafts
 from components.decoding.stopping import Answer, StopRule
 from components.onnx.generation import Generation
@@ -68,6 +69,10 @@ class Bundle:
         eos_ids = frozenset(self.manifest.backbone.eos_ids)
         return Answer(StopRule(eos_ids, prompt.stop_texts, prompt.max_new_tokens), self.decode)
 
+    def drafter(self, policy: DraftPolicy | None = None) -> PolicyDrafter:
+        """The head under ``policy``, or under the bundle's own."""
+        return PolicyDrafter(self.head, policy or self.manifest.policies.policy, self.manifest.backbone.eos_ids)
+
     def start(self, task: str, slots: Mapping[str, str], draft: bool = True) -> Generation:
         """Begin an answer; nothing runs before the first round is asked for.
 
@@ -80,7 +85,7 @@ class Bundle:
             UserError: unknown task, empty slot, or a text that does not fit.
         """
         prompt = encode_prompt(self.tokenizer, self.task(task).rendered, slots)
-        return self.start_from_ids(prompt, self.answer(task), self.head if draft else None)
+        return self.start_from_ids(prompt, self.answer(task), self.drafter() if draft else None)
 
     def start_from_ids(
         self, prompt: list[int], answer: Answer, drafter: Drafter | None, draft_length: int | None = None
@@ -96,7 +101,7 @@ class Bundle:
         if drafter is None:
             source = decode_greedy(self.backbone, prompt, answer)
         else:
-            length = draft_length or self.manifest.contract.draft_length
+            length = draft_length or self.manifest.policies.policy.longest
             source = decode_with_drafts(self.backbone, drafter, prompt, answer, length)
         return Generation(prompt, answer, source, lambda: self._generations == mine)
 

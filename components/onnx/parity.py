@@ -102,7 +102,8 @@ def compare_with_torch(
         for _ in range(rounds):
             if backbone.length + draft_length + 1 > backbone.max_length:
                 break
-            drafts = head.propose([token], draft_length)
+            head.begin(token)
+            drafts = [head.step()[0] for _ in range(draft_length)]
             counts.add_drafts(drafts, torch_drafts(torch_head, backbone, token, draft_length))
             truth = backbone.verify([token, *drafts])
             torch_backbone.verify([token, *drafts])
@@ -131,4 +132,5 @@ def torch_drafts(torch_head: TorchHead, backbone: OrtBackbone, token: int, limit
             for part in ("key", "value")
         )
         keys_values.append((keys, values))
-    return torch_head.draft(token, torch.from_numpy(backbone.last_hidden.copy()), keys_values, limit)
+    torch_head.begin_from(token, torch.from_numpy(backbone.last_hidden.copy()), keys_values)
+    return [torch_head.step()[0] for _ in range(limit)]

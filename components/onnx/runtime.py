@@ -217,43 +217,58 @@ class OrtBackbone:
 
 
 class OrtHead:
-    """Implements :class:`components.decoding.loop.Drafter`; reads the backbone's buffers where they lie.
+    """Implements :class:`components.decoding.drafting.StepDrafter`; reads the backbone's buffers where they lie.
 
-    Attributes:
-        probabilities: of the last drafts within the draft vocabulary, float32 [K].
+    A step's outputs are the next step's inputs, so there are two sets of output buffers, written in turn.
     """
 
     def __init__(self, session: Any, manifest: Manifest, backbone: OrtBackbone) -> None:
         self._session, self._backbone = session, backbone
         self._token = np.zeros((1, 1), dtype=np.int64)
         self._valid_rows = np.zeros(1, dtype=np.int64)
-        self._drafts = np.zeros((1, manifest.contract.draft_length), dtype=np.int64)
-        self._probabilities = np.zeros((1, manifest.contract.draft_length), dtype=np.float32)
-        self._binding = session.io_binding()
-        self._binding.bind_ortvalue_input("token", share(self._token))
-        self._binding.bind_ortvalue_input("valid_rows", share(self._valid_rows))
-        self._binding.bind_ortvalue_output("drafts", share(self._drafts))
-        self._binding.bind_ortvalue_output("probabilities", share(self._probabilities))
-        for tensor in manifest.graphs["head"].inputs:
-            if tensor.name in backbone.values:
-                self._binding.bind_ortvalue_input(tensor.name, backbone.values[tensor.name])
+        self._outputs: list[dict[str, NDArray[Any]]] = [
+            {
+                "draft": np.zeros((1, 1), dtype=np.int64),
+                "probability": np.zeros((1, 1), dtype=np.float32),
+                "state": np.zeros((1, 1, manifest.backbone.hidden_size), dtype=np.float32),
+            }
+            for _ in range(2)
+        ]
+        self._shared = {"valid_rows": share(self._valid_rows)} | {
+            tensor.name: backbone.values[tensor.name]
+            for tensor in manifest.graphs["head"].inputs
+            if tensor.name in backbone.values
+        }
+        self._first = self._bind({"token": share(self._token)}, self._outputs[0])
+        self._later = [self._bind(self._inputs_from(1 - turn), self._outputs[turn]) for turn in range(2)]
+        self._steps = 0
 
-    @property
-    def probabilities(self) -> NDArray[np.float32]:
-        """Of the last drafts, a view of [K] float32."""
-        drafted: NDArray[np.float32] = self._probabilities[0]
-        return drafted
-
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Drafts after ``tokens``, at most ``limit`` of the K that the graph computes.
-
-        The backbone must have processed all of ``tokens`` but the last.
-        """
-        self._token[0, 0] = tokens[-1]
+    def begin(self, token: int) -> None:
+        """Start a round behind ``token``; the backbone must have processed everything before it."""
+        self._token[0, 0] = token
         self._valid_rows[0] = self._backbone.length
-        self._binding.bind_ortvalue_input("hidden", share(self._backbone.last_hidden))
-        self._session.run_with_iobinding(self._binding)
-        return [int(token) for token in self._drafts[0, :limit]]
+        self._first.bind_ortvalue_input("hidden", share(self._backbone.last_hidden))
+        self._steps = 0
+
+    def step(self) -> tuple[int, float]:
+        """The next draft, and its probability within the draft vocabulary."""
+        turn = self._steps % 2
+        self._session.run_with_iobinding(self._later[turn] if self._steps else self._first)
+        self._steps += 1
+        made = self._outputs[turn]
+        return int(made["draft"][0, 0]), float(made["probability"][0, 0])
+
+    def _inputs_from(self, turn: int) -> dict[str, Any]:
+        made = self._outputs[turn]
+        return {"token": share(made["draft"]), "hidden": share(made["state"])}
+
+    def _bind(self, inputs: dict[str, Any], outputs: dict[str, NDArray[Any]]) -> Any:
+        binding = self._session.io_binding()
+        for name, value in (self._shared | inputs).items():
+            binding.bind_ortvalue_input(name, value)
+        for name, array in outputs.items():
+            binding.bind_ortvalue_output(name, share(array))
+        return binding
 
 
 def open_bundle(folder: Path, threads: int = 0, verify_hashes: bool = True) -> Bundle:

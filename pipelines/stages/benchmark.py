@@ -22,7 +22,7 @@ def main() -> None:
     bundle = open_bundle(paths.BUNDLE, params.runtime.threads)
     prompts = first_test_prompts(read_prompts(paths.PROMPTS), wanted.prompts_per_task)
     runs = run_benchmark(bundle, prompts, plan)
-    rows, overall = benchmark_rows(runs, plan, bundle.manifest.contract.draft_length)
+    rows, overall = benchmark_rows(runs, plan, bundle.manifest.policies.policy.longest)
     report = {
         "created_with": created_with(bundle),
         "bundle_sha256": bundle.sha256,

@@ -7,7 +7,8 @@ from typing import Any
 from components.core.errors import exits_cleanly
 from components.core.files import write_json
 from components.core.host import allowed_cores, host_card
-from components.core.paths import BACKBONE, EVALUATION_REPORT, HEAD, PROMPTS, TEMPLATES
+from components.core.manifest import read_policies
+from components.core.paths import BACKBONE, EVALUATION_REPORT, HEAD, POLICY, PROMPTS, TEMPLATES
 from components.core.progress import Progress
 from components.data.table import read_prompts, read_templates
 from components.decoding.comparison import check_wiring
@@ -21,12 +22,13 @@ from pipelines.stages.common import stage_params
 def main() -> None:
     """Write evaluation.json."""
     params = stage_params("evaluate")
-    settings, length = params.evaluate, params.runtime.draft_length
+    settings, policy = params.evaluate, read_policies(POLICY).policy
+    length = policy.longest
     test = [prompt for prompt in read_prompts(PROMPTS) if prompt.split == "test"]
     tasks = list(read_templates(TEMPLATES))
     chosen = [p for task in tasks for p in [q for q in test if q.task == task][: settings.prompts_per_task]]
     progress, results = Progress("evaluate", len(chosen), "prompts"), {}
-    compared = compare_prompts(chosen, BACKBONE, HEAD, TEMPLATES, params.runtime.max_length, length, allowed_cores())
+    compared = compare_prompts(chosen, BACKBONE, HEAD, TEMPLATES, params.runtime.max_length, policy, allowed_cores())
     for result in compared:
         results[result.prompt.prompt_id] = result
         progress.advance()
@@ -39,7 +41,8 @@ def main() -> None:
 
     rows = [row(task, [result for result in ordered if result.prompt.task == task]) for task in tasks]
     overall = row("overall", ordered)
-    created = host_card("torch", "transformers").as_dict() | {"threads": 1, "precision": "float32", "runtime": "torch"}
+    numerics = {"threads": 1, "precision": "float32", "runtime": "torch", "policy": policy.model_dump()}
+    created = host_card("torch", "transformers").as_dict() | numerics
     write_json(EVALUATION_REPORT, {"created_with": created, "tasks": rows, "overall": overall})
     print(
         f"evaluate: {overall['prompts']} prompts, {overall['extra_tokens_per_pass']:.2f} extra tokens per pass, "

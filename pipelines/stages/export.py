@@ -6,7 +6,7 @@ from components.core import paths
 from components.core.errors import UserError, exits_cleanly
 from components.core.files import write_json
 from components.core.host import host_card
-from components.core.manifest import bundle_hash
+from components.core.manifest import bundle_hash, read_policies
 from components.data.table import read_prompts, read_templates
 from components.devices.verification import first_test_prompts
 from components.modeling.backbone import load_backbone
@@ -25,22 +25,22 @@ def main() -> None:
     """Write the bundle and models/reports/export.json."""
     params = stage_params("export")
     backbone, head = load_backbone(paths.BACKBONE), MTPHead.from_pretrained(paths.HEAD)
-    runtime = params.runtime
+    runtime, policies = params.runtime, read_policies(paths.POLICY)
     settings = BundleSettings(
         name=f"{backbone.card.source} with an MTP head",
         max_length=runtime.max_length,
-        draft_length=runtime.draft_length,
+        policies=policies,
         oldest_onnxruntime=runtime.oldest_onnxruntime,
         tasks=read_templates(paths.TEMPLATES),
     )
-    evidence = [paths.TRAINING_REPORT, paths.EVALUATION_REPORT, *sorted(paths.CONTRACTS.glob("*.json"))]
+    evidence = [paths.TRAINING_REPORT, paths.EVALUATION_REPORT, paths.POLICY, *sorted(paths.CONTRACTS.glob("*.json"))]
     build_bundle(paths.BUNDLE, paths.BACKBONE, backbone.card, head, settings, evidence)
 
     bundle = open_bundle(paths.BUNDLE, runtime.threads)
     session = TorchBackbone(backbone, runtime.max_length)
     ids = [prompt.prompt_ids for prompt in first_test_prompts(read_prompts(paths.PROMPTS), PROMPTS_PER_TASK)]
     parity = compare_with_torch(
-        bundle.backbone, bundle.head, session, TorchHead(head, session), ids, runtime.draft_length, ROUNDS
+        bundle.backbone, bundle.head, session, TorchHead(head, session), ids, policies.policy.longest, ROUNDS
     )
     report = {
         "created_with": {**host_card(*MAKERS).as_dict(), "threads": bundle.threads, "precision": "float32"},

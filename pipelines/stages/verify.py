@@ -19,7 +19,7 @@ def main() -> None:
     bundle = open_bundle(paths.BUNDLE, params.runtime.threads)
     prompts = first_test_prompts(read_prompts(paths.PROMPTS), params.verify.prompts_per_task)
     check_prompt_ids(bundle, prompts)
-    rows, overall = verification_rows(verify_bundle(bundle, prompts), bundle.manifest.contract.draft_length)
+    rows, overall = verification_rows(verify_bundle(bundle, prompts), bundle.manifest.policies.policy.longest)
     report = {"created_with": created_with(bundle), "bundle_sha256": bundle.sha256, "tasks": rows, "overall": overall}
     write_json(paths.VERIFICATION_REPORT, report)
     print(
