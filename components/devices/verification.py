@@ -1,14 +1,13 @@
 """Same tokens? Every answer of the bundle with drafts, against one-token-at-a-time greedy decoding of the same bundle.
 
-Owns the verdict and the live acceptance figures that go with it. It refuses to report on a bundle that drafts nothing
-or has nothing accepted: that is broken wiring, not a slow release. Its surprising decision: both modes prefill anew for
-each prompt, so nothing that one leaves in the buffers can help the other.
+Owns the comparison inside a bundle; its rows are made as those of torch are. It refuses to report on a bundle that
+drafts nothing or has nothing accepted: that is broken wiring, not a slow release. Its surprising decision: both modes
+prefill anew for each prompt, so nothing that one leaves in the buffers can help the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -16,9 +15,9 @@ import numpy as np
 from components.core.errors import UserError
 from components.core.progress import Progress
 from components.data.template import encode_prompt
-from components.decoding.comparison import Mismatch, check_wiring, find_mismatch
-from components.decoding.loop import Round
-from components.decoding.metrics import Acceptance, add_up, count_rounds, first_mismatch, is_looping
+from components.decoding.comparison import check_wiring
+from components.decoding.metrics import first_mismatch
+from components.decoding.outcomes import Outcome, judge, total_acceptance
 
 if TYPE_CHECKING:
     from components.onnx.runtime import Bundle
@@ -49,18 +48,6 @@ class PromptRow(Protocol):
 
 
 Prompt = TypeVar("Prompt", bound=PromptRow)
-
-
-@dataclass(frozen=True)
-class Checked:
-    """One prompt in both modes."""
-
-    task: str
-    tokens: int
-    acceptance: Acceptance
-    drafted: int
-    looping: bool
-    mismatch: Mismatch | None
 
 
 def first_test_prompts(prompts: Sequence[Prompt], per_task: int) -> list[Prompt]:
@@ -99,7 +86,7 @@ def check_prompt_ids(bundle: Bundle, prompts: Sequence[PromptRow]) -> None:
             )
 
 
-def verify_bundle(bundle: Bundle, prompts: Sequence[PromptRow]) -> list[Checked]:
+def verify_bundle(bundle: Bundle, prompts: Sequence[PromptRow]) -> list[Outcome]:
     """Decode every prompt in both modes.
 
     Raises:
@@ -108,16 +95,16 @@ def verify_bundle(bundle: Bundle, prompts: Sequence[PromptRow]) -> list[Checked]
     if not prompts:
         raise UserError("there are no test prompts to verify", "0 prompts", "run `mtp repro prompts`")
     progress = Progress("verify", len(prompts), "prompts")
-    checked = []
+    outcomes = []
     for prompt in prompts:
-        checked.append(check_prompt(bundle, prompt))
-        progress.advance(note=f"{sum(one.mismatch is not None for one in checked)} differ")
-    total = add_up([one.acceptance for one in checked], bundle.manifest.contract.draft_length)
-    check_wiring(total, sum(one.drafted for one in checked), "the bundle")
-    return checked
+        outcomes.append(check_prompt(bundle, prompt))
+        progress.advance(note=f"{sum(one.mismatch is not None for one in outcomes)} differ")
+    total = total_acceptance(outcomes)
+    check_wiring(total, total.drafted, "the bundle")
+    return outcomes
 
 
-def check_prompt(bundle: Bundle, prompt: PromptRow) -> Checked:
+def check_prompt(bundle: Bundle, prompt: PromptRow) -> Outcome:
     """Decode one prompt plainly and with drafts, and compare."""
     ids = list(prompt.prompt_ids)
     plain = bundle.start_from_ids(ids, bundle.answer(prompt.task), None)
@@ -126,39 +113,4 @@ def check_prompt(bundle: Bundle, prompt: PromptRow) -> Checked:
         best, second = np.partition(bundle.backbone.last_logits[-1], -2)[[-1, -2]]
         margins.append(float(best - second))
     drafted = bundle.start_from_ids(ids, bundle.answer(prompt.task), bundle.head).finish()
-    got = drafted.answer.tokens
-    mismatch = find_mismatch(prompt.prompt_id, plain.answer.tokens, got, margins)
-    acceptance = count_rounds(drafted.history, bundle.manifest.contract.draft_length)
-    return Checked(prompt.task, len(got), acceptance, count_drafted(drafted.history), is_looping(got), mismatch)
-
-
-def count_drafted(rounds: Sequence[Round]) -> int:
-    """Drafts proposed in all rounds."""
-    return sum(len(round_.drafted) for round_ in rounds)
-
-
-def verification_rows(
-    checked: Sequence[Checked], draft_length: int
-) -> tuple[list[dict[str, object]], dict[str, object]]:
-    """Evidence rows: one per task, and one over all."""
-    tasks = list(dict.fromkeys(one.task for one in checked))
-    rows = [{"task": task, **_row([one for one in checked if one.task == task], draft_length)} for task in tasks]
-    return rows, _row(checked, draft_length)
-
-
-def _row(checked: Sequence[Checked], draft_length: int) -> dict[str, object]:
-    total = add_up([one.acceptance for one in checked], draft_length)
-    calm = add_up([one.acceptance for one in checked if not one.looping], draft_length)
-    mismatches = [asdict(one.mismatch) for one in checked if one.mismatch]
-    return {
-        "prompts": len(checked),
-        "tokens": sum(one.tokens for one in checked),
-        "exact_match": 1.0 - len(mismatches) / len(checked),
-        "mismatches": mismatches,
-        "acceptance_length": total.acceptance_length,
-        "extra_tokens_per_pass": max(total.acceptance_length - 1.0, 0.0),
-        "conditional_acceptance": total.conditional,
-        "loop_share": sum(one.looping for one in checked) / len(checked),
-        "extra_tokens_per_pass_without_loops": max(calm.acceptance_length - 1.0, 0.0),
-        "drafts_proposed": sum(one.drafted for one in checked),
-    }
+    return judge(prompt.prompt_id, prompt.task, ids, plain.answer.tokens, margins, drafted.history)

@@ -1,25 +1,26 @@
-"""Evaluation on held-out prompts: live acceptance and token-exact comparison, with intervals.
+"""Evaluation on held-out prompts: live acceptance and token-exact comparison in torch.
 
-Owns the rows of evaluation.json and the workers that fill them, one prompt at a time, one thread per process. Its
-figures hold for torch float32 on one thread and are never reported for another numeric mode.
+Owns the pairing of greedy answer and drafted run, one prompt at a time, one thread per process; rows are made of the
+outcomes elsewhere, alike for torch and bundle. Its figures hold for torch float32 on one thread and are never reported
+for another numeric mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
 from components.core.parallel import map_processes
 from components.data.table import Prompt, read_templates
-from components.decoding.metrics import add_up, bootstrap_interval, echo_rate, is_looping
+from components.decoding.loop import Drafter, decode_greedy
+from components.decoding.outcomes import Outcome, judge
 from components.modeling.backbone import load_backbone
+from components.modeling.equality import top2_margin
 from components.modeling.head import MTPHead
-from components.modeling.live import Comparison, LiveEvaluator
+from components.modeling.live import LiveEvaluator
 from components.modeling.session import TorchHead
 
 _worker: tuple[LiveEvaluator, TorchHead, int] | None = None
@@ -33,11 +34,19 @@ def _start_worker(backbone: Path, head: Path, templates: Path, max_length: int, 
     _worker = (evaluator, TorchHead(MTPHead.from_pretrained(head), evaluator.session), draft_length)
 
 
-def _compare(prompt: Prompt) -> Comparison:
+def _compare(prompt: Prompt) -> Outcome:
     if _worker is None:
         raise RuntimeError("the worker was not started")
-    evaluator, drafter, draft_length = _worker
-    return evaluator.compare(prompt, drafter, draft_length)
+    return compare(prompt, *_worker)
+
+
+def compare(prompt: Prompt, evaluator: LiveEvaluator, drafter: Drafter, draft_length: int) -> Outcome:
+    """Decode one prompt plainly and with drafts, token by token."""
+    reference, margins = evaluator.new_answer(prompt), []
+    for _ in decode_greedy(evaluator.session, prompt.prompt_ids, reference):
+        margins.append(top2_margin(evaluator.session.logits[-1]))
+    _, rounds = evaluator.drafted(prompt, drafter, draft_length)
+    return judge(prompt.prompt_id, prompt.task, prompt.prompt_ids, reference.tokens, margins, rounds)
 
 
 def compare_prompts(
@@ -48,34 +57,7 @@ def compare_prompts(
     max_length: int,
     draft_length: int,
     processes: int,
-) -> Iterator[Comparison]:
+) -> Iterator[Outcome]:
     """Decode every prompt plainly and with drafts, in ``processes`` single-threaded processes."""
     arguments = (backbone, head, templates, max_length, draft_length)
     yield from map_processes(_compare, prompts, processes, _start_worker, arguments)
-
-
-def evaluation_row(
-    task: str, results: Sequence[Comparison], draft_length: int, samples: int, seed: int
-) -> dict[str, Any]:
-    """One row of evaluation.json; ``results`` in a fixed order, so that intervals are reproducible."""
-    counts = [result.counts for result in results]
-    total = add_up(counts, draft_length)
-    mismatches = [asdict(result.mismatch) for result in results if result.mismatch is not None]
-    tau = total.acceptance_length
-    calm = add_up([result.counts for result in results if not is_looping(result.answer)], draft_length)
-    low, high = bootstrap_interval(counts, samples, seed)
-    return {
-        "task": task,
-        "prompts": len(results),
-        "tokens": sum(len(result.answer) for result in results),
-        "exact_match": 1.0 - len(mismatches) / len(results),
-        "mismatches": mismatches,
-        "acceptance_length": tau,
-        "acceptance_length_interval": [low, high],
-        "extra_tokens_per_pass": max(tau - 1.0, 0.0),
-        "conditional_acceptance": total.conditional,
-        "drafts_reached": list(total.reached),
-        "loop_share": sum(is_looping(result.answer) for result in results) / len(results),
-        "extra_tokens_per_pass_without_loops": max(calm.acceptance_length - 1.0, 0.0),
-        "echo_rate": sum(echo_rate(r.prompt.prompt_ids, r.answer) for r in results) / len(results),
-    }

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from components.core.errors import exits_cleanly
 from components.core.files import write_json
 from components.core.host import allowed_cores, host_card
 from components.core.paths import BACKBONE, EVALUATION_REPORT, HEAD, PROMPTS, TEMPLATES
 from components.core.progress import Progress
 from components.data.table import read_prompts, read_templates
+from components.decoding.bootstrap import Bootstrap
 from components.decoding.comparison import check_wiring
-from components.decoding.metrics import add_up
-from components.modeling.evaluation import compare_prompts, evaluation_row
-from components.modeling.live import Comparison
+from components.decoding.outcomes import summary_rows, total_acceptance
+from components.modeling.evaluation import compare_prompts
 from pipelines.stages.common import stage_params
 
 
@@ -27,18 +25,13 @@ def main() -> None:
     chosen = [p for task in tasks for p in [q for q in test if q.task == task][: settings.prompts_per_task]]
     progress, results = Progress("evaluate", len(chosen), "prompts"), {}
     compared = compare_prompts(chosen, BACKBONE, HEAD, TEMPLATES, params.runtime.max_length, length, allowed_cores())
-    for result in compared:
-        results[result.prompt.prompt_id] = result
+    for outcome in compared:
+        results[outcome.prompt_id] = outcome
         progress.advance()
     ordered = [results[prompt.prompt_id] for prompt in chosen]
-    total = add_up([result.counts for result in ordered], length)
-    check_wiring(total, sum(result.drafted for result in ordered), "evaluation")
-
-    def row(name: str, part: list[Comparison]) -> dict[str, Any]:
-        return evaluation_row(name, part, length, settings.bootstrap_samples, settings.seed)
-
-    rows = [row(task, [result for result in ordered if result.prompt.task == task]) for task in tasks]
-    overall = row("overall", ordered)
+    total = total_acceptance(ordered)
+    check_wiring(total, total.drafted, "evaluation")
+    rows, overall = summary_rows(ordered, Bootstrap(settings.bootstrap_samples, settings.seed))
     created = host_card("torch", "transformers").as_dict() | {"threads": 1, "precision": "float32", "runtime": "torch"}
     write_json(EVALUATION_REPORT, {"created_with": created, "tasks": rows, "overall": overall})
     print(

@@ -6,8 +6,10 @@ from components.core import paths
 from components.core.errors import exits_cleanly
 from components.core.files import write_json
 from components.data.table import read_prompts
+from components.decoding.bootstrap import Bootstrap
+from components.decoding.outcomes import summary_rows
 from components.devices.circumstances import created_with
-from components.devices.verification import check_prompt_ids, first_test_prompts, verification_rows, verify_bundle
+from components.devices.verification import check_prompt_ids, first_test_prompts, verify_bundle
 from components.onnx.runtime import open_bundle
 from pipelines.stages.common import stage_params
 
@@ -19,7 +21,8 @@ def main() -> None:
     bundle = open_bundle(paths.BUNDLE, params.runtime.threads)
     prompts = first_test_prompts(read_prompts(paths.PROMPTS), params.verify.prompts_per_task)
     check_prompt_ids(bundle, prompts)
-    rows, overall = verification_rows(verify_bundle(bundle, prompts), bundle.manifest.contract.draft_length)
+    bootstrap = Bootstrap(params.evaluate.bootstrap_samples, params.evaluate.seed)
+    rows, overall = summary_rows(verify_bundle(bundle, prompts), bootstrap)
     report = {"created_with": created_with(bundle), "bundle_sha256": bundle.sha256, "tasks": rows, "overall": overall}
     write_json(paths.VERIFICATION_REPORT, report)
     print(
