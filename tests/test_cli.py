@@ -17,7 +17,7 @@ from helpers_bundle import random_head, tiny_bundle
 from helpers_release import good_documents, write_documents, write_fake_bundle
 from pipelines import cli
 from pipelines.cli import Mark, marked
-from pipelines.report import COLUMNS, GAP, load_report, render_markdown, render_text
+from pipelines.report import COLUMNS, GAP, load_report, render_markdown, render_text, shown
 from pipelines.repro import drop_dead_locks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,6 +135,16 @@ def test_figures_that_were_not_taken_are_gaps(project: Path) -> None:
     speedup = [column.heading for column in COLUMNS].index("speed-up") + 1
     assert {row[speedup] for row in report.rows} == {GAP}
     assert len({len(line) for line in render_text(report).splitlines()[:2]}) == 1
+
+
+def test_a_figure_is_shown_with_its_interval_or_as_a_gap(project: Path) -> None:
+    documents = good_documents(write_fake_bundle(BUNDLE))
+    documents["verification"]["overall"]["extra_tokens_per_pass_interval"] = [0.873, 1.131]
+    documents["benchmark"]["overall"]["speedup_interval"] = [1.352, 1.449]
+    write_documents(REPORTS, documents)
+    assert {"1.00 [0.87, 1.13]", "1.40x [1.35, 1.45]"} <= set(load_report().rows[-1])
+    assert {"1.00", "1.40x"} <= set(load_report().rows[0])
+    assert shown({"a": None, "a_interval": [0, 1]}, "a", "{:.2f}") == shown({}, "a", "{}") == GAP
 
 
 def test_the_markdown_table_is_whole(project: Path) -> None:

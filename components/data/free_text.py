@@ -85,7 +85,10 @@ def unused_keys(rendered: str, row: Mapping[str, Any]) -> set[str]:
 
 def example_row(rendered: str) -> str:
     """A row as it may stand in a file."""
-    return json.dumps({TEXT: EXAMPLE if STACK in slot_names(rendered) else "some text"})
+    if STACK in slot_names(rendered):
+        return json.dumps({TEXT: EXAMPLE})
+    needed = [name for name in slot_names(rendered) if name not in DEFAULTS]
+    return json.dumps(dict.fromkeys(needed if len(needed) > 1 else [TEXT], "some text"))
 
 
 def notification_slots(text: str) -> dict[str, str]:

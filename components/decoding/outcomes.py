@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import fmean
 
 from components.decoding.bootstrap import Bootstrap, ratio
@@ -151,8 +150,8 @@ def _by_prompts(outcomes: Sequence[Outcome], bootstrap: Bootstrap) -> dict[str, 
 def _buckets(outcomes: Sequence[Outcome], bootstrap: Bootstrap) -> list[dict[str, object]]:
     """Acceptance per prompt length; a bucket without prompts is left out."""
     buckets: list[dict[str, object]] = []
-    for start, end in pairwise((*BUCKET_STARTS, None)):
-        inside = [one for one in outcomes if one.prompt_tokens >= (start or 0) and (not end or one.prompt_tokens < end)]
+    for start, end in zip(BUCKET_STARTS, (*BUCKET_STARTS[1:], None), strict=True):
+        inside = [one for one in outcomes if start <= one.prompt_tokens and (end is None or one.prompt_tokens < end)]
         if inside:
             buckets.append(
                 {
