@@ -1,6 +1,6 @@
-"""The command line: `mtp repro | run | release | report | gate | generate | doctor | ui`.
+"""The command line: `mtp repro | run | release | report | gate | generate | evaluate | doctor | ui`.
 
-Owns what people type and what they get back, exit codes included (0 well, 1 refused by the gates, 2 three lines about
+Owns what people type and what they get back, exit codes included (0 well, 1 refused or not exact, 2 three lines about
 what to mend). It refuses to hide a bug: that keeps its traceback. Its surprising decision: every import stands inside
 the command that needs it, so that `mtp --help` answers in a fraction of a second.
 """
@@ -172,6 +172,36 @@ def cost_line(generation: Generation) -> str:
         f"{cost.tokens} tokens, {cost.tokens_per_pass:.2f} tokens per pass, {cost.tokens_per_s:.1f} tokens/s, "
         f"{cost.accepted} accepted drafts"
     )
+
+
+@app.command()
+def evaluate(
+    prompts: Annotated[
+        Path, typer.Option("--prompts", metavar="FILE.jsonl", help='a line a text: its slots, or {"text": "some text"}')
+    ],
+    task: Annotated[str, typer.Option("--task", help="a task of the bundle")],
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="use the first so many; default: all")] = None,
+    bundle: Annotated[
+        Path | None, typer.Option("--bundle", help="folder of the bundle; default: models/bundle")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE.json", help="report; default: models/reports/own_texts/TASK-FILE.json"),
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core this process may use")] = 0,
+) -> None:
+    """Measure the bundle on your own texts: exactness, acceptance, speed; exit 1 when an answer is not the plain one.
+
+    Every text is answered in turn plainly, with the head, and with prompt lookup. It may be unlike all training text.
+
+    A notification stack is written {"text": "Anna: at 5? | Ben: yes"}. Keys that are no slots are left alone.
+    """
+    from pipelines.own_texts import evaluate_texts
+
+    screen, exact = evaluate_texts(prompts, task, limit, bundle, output, threads)
+    say(screen)
+    if not exact:
+        raise typer.Exit(EXIT_REFUSED)
 
 
 @app.command()

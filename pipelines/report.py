@@ -28,12 +28,13 @@ RESULTS_BEGIN, RESULTS_END = "<!-- results:begin -->", "<!-- results:end -->"
 
 @dataclass(frozen=True)
 class Column:
-    """One figure: heading, evidence it comes from, key, and how it is shown."""
+    """One figure: heading, evidence it comes from, key, how it is shown, and whether with its 95 % interval."""
 
     heading: str
     source: str
     key: str
     form: str
+    with_interval: bool = False
 
 
 COLUMNS = (
@@ -41,10 +42,10 @@ COLUMNS = (
     Column("tokens", "verification", "tokens", "{:.0f}"),
     Column("exact match", "verification", "exact_match", "{:.1%}"),
     Column("accept. length", "verification", "acceptance_length", "{:.2f}"),
-    Column("extra tokens", "verification", "extra_tokens_per_pass", "{:.2f}"),
+    Column("extra tokens", "verification", "extra_tokens_per_pass", "{:.2f}", with_interval=True),
     Column("alone tok/s", "benchmark", "greedy_tokens_per_s", "{:.1f}"),
     Column("head tok/s", "benchmark", "mtp_tokens_per_s", "{:.1f}"),
-    Column("speed-up", "benchmark", "speedup", "{:.2f}x"),
+    Column("speed-up", "benchmark", "speedup", "{:.2f}x", with_interval=True),
     Column("with prompt", "benchmark", "speedup_with_prompt", "{:.2f}x"),
     Column("echo", "benchmark", "echo_rate", "{:.2f}"),
     Column("loops", "verification", "loop_share", "{:.0%}"),
@@ -112,12 +113,21 @@ def _row(document: Mapping[str, Any], task: str) -> Mapping[str, Any]:
 
 
 def _cells(name: str, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    return (name, *(_shown(rows[column.source].get(column.key), column.form) for column in COLUMNS))
+    return (name, *(_cell(column, rows[column.source]) for column in COLUMNS))
 
 
-def _shown(value: Any, form: str) -> str:
-    usable = isinstance(value, int | float) and math.isfinite(value)
-    return form.format(value) if usable else GAP
+def _cell(column: Column, row: Mapping[str, Any]) -> str:
+    return shown(row, column.key, column.form, column.with_interval)
+
+
+def shown(row: Mapping[str, Any], key: str, form: str, with_interval: bool = True) -> str:
+    """A figure of a row, its interval behind it where there is one; a gap for what was not measured."""
+    value, interval = row.get(key), row.get(f"{key}_interval")
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return GAP
+    if not (with_interval and interval):
+        return form.format(value)
+    return f"{form.format(value)} [{', '.join(map(form.rstrip('x').format, interval))}]"
 
 
 def _note(what: str, path: Path, document: Mapping[str, Any]) -> str:

@@ -16,14 +16,16 @@ from components.onnx.bundle import BundleSettings, build_bundle
 
 MAX_LENGTH = 96
 DRAFT_LENGTH = 3
+MODES = {"head": 0, "hybrid": 1}  # mode -> tokens that must have occurred before to be copied
 TASK = TaskPrompt(
     rendered="<|im_start|>user\nCorrect: {text}<|im_end|>\n<|im_start|>assistant\n", stop_texts=(), max_new_tokens=12
 )
 
 
 def fixed_policy(longest: int) -> Policies:
-    """The head alone, always ``longest`` drafts."""
-    return Policies(modes={"head": DraftPolicy(longest=longest, stop_below=0.0, lookup_ngram=0)}, default="head")
+    """Always ``longest`` drafts: the head alone by default, and with lookup."""
+    modes = {mode: DraftPolicy(longest=longest, stop_below=0.0, lookup_ngram=n) for mode, n in MODES.items()}
+    return Policies(modes=modes, default="head")
 
 
 def first_drafts(head: StepDrafter, token: int, count: int) -> tuple[list[int], list[float]]:

@@ -30,6 +30,7 @@ HOW = {
     "mtp release": Way.END_TO_END,
     'mtp generate --task proofread "i has went to the store yesterday"': Way.END_TO_END,
     'mtp generate --task proofread --no-draft "i has went to the store yesterday"': Way.END_TO_END,
+    "mtp evaluate --task proofread --prompts docs/example-texts.jsonl": Way.END_TO_END,
 }
 
 

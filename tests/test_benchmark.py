@@ -12,25 +12,25 @@ import pytest
 
 from components.core.errors import UserError
 from components.data.template import encode_prompt
+from components.decoding.bootstrap import Bootstrap
 from components.decoding.metrics import Acceptance
+from components.decoding.outcomes import summary_rows
 from components.devices.benchmark import (
     GREEDY,
     LOOKUP,
-    MODES,
     MTP,
     Plan,
     Run,
-    benchmark_rows,
-    find_mismatches,
     measure_costs,
     run_benchmark,
+    timed_modes,
 )
 from components.devices.circumstances import created_with
+from components.devices.speed import benchmark_rows, find_mismatches
 from components.devices.verification import (
     check_prompt,
     check_prompt_ids,
     first_test_prompts,
-    verification_rows,
     verify_bundle,
 )
 from components.modeling.backbone import load_backbone
@@ -39,6 +39,7 @@ from helpers_bundle import DRAFT_LENGTH, TASK, Oracle, Row, random_head, tiny_bu
 
 TEXTS = ("i has went to the store", "the cat sat on a mat", "buy milk and bread for anna")
 PLAN = Plan(rounds=2, warmup_prompts=1, lookup_draft_length=4, lookup_ngram=3)
+BOOTSTRAP = Bootstrap(200, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +83,8 @@ def test_test_prompts_are_the_first_of_each_task() -> None:
 
 
 def test_exact_answers_verify(bundle: Bundle, prompts: list[Row]) -> None:
-    checked = verify_bundle(bundle, prompts)
-    rows, overall = verification_rows(checked, DRAFT_LENGTH)
+    checked = verify_bundle(bundle, prompts)["head"]
+    rows, overall = summary_rows(checked, BOOTSTRAP)
     assert [row["task"] for row in rows] == ["proofread"]
     assert overall["exact_match"] == 1.0
     assert overall["mismatches"] == []
@@ -94,12 +95,15 @@ def test_exact_answers_verify(bundle: Bundle, prompts: list[Row]) -> None:
     json.dumps(rows, allow_nan=False)
 
 
-def test_acceptance_is_counted_from_the_rounds(bundle: Bundle, prompts: list[Row]) -> None:
+def test_acceptance_is_counted_from_the_rounds(
+    bundle: Bundle, prompts: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A drafter that is always right gives K + 1 tokens a pass, less what the end of the answer cuts off."""
     prompt = prompts[0]
     greedy = bundle.start_from_ids(list(prompt.prompt_ids), bundle.answer("proofread"), None).finish().answer.tokens
     oracle = Oracle(prompt.prompt_ids, greedy, bundle.manifest.backbone.vocab_size)
-    checked = check_prompt(dataclasses.replace(bundle, head=oracle), prompt)  # type: ignore[arg-type]
+    monkeypatch.setattr(Bundle, "drafter", lambda self, policy: oracle)
+    checked = check_prompt(bundle, prompt)["head"]
     assert checked.mismatch is None
     assert checked.acceptance.passes == math.ceil(11 / (DRAFT_LENGTH + 1))
     assert checked.acceptance.acceptance_length == 11 / 3
@@ -110,12 +114,12 @@ def test_a_mismatch_is_listed_with_its_margin(
     bundle: Bundle, prompts: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bundle.backbone, "verify", Liar(bundle).verify)
-    mismatch = check_prompt(bundle, prompts[0]).mismatch
+    mismatch = check_prompt(bundle, prompts[0])["head"].mismatch
     assert mismatch is not None
     assert (mismatch.prompt_id, mismatch.position) == ("p0", 1)
     assert mismatch.got == ((mismatch.reference or 0) + 1) % 300
     assert mismatch.top2_margin > 0
-    rows, _ = verification_rows([check_prompt(bundle, prompt) for prompt in prompts], DRAFT_LENGTH)
+    rows, _ = summary_rows([check_prompt(bundle, prompt)["head"] for prompt in prompts], BOOTSTRAP)
     assert rows[0]["exact_match"] == 0.0
     assert len(rows[0]["mismatches"]) == 3  # type: ignore[arg-type]
 
@@ -130,14 +134,15 @@ def test_other_prompt_ids_are_noticed(bundle: Bundle, prompts: list[Row]) -> Non
 def test_benchmark_document(bundle: Bundle, prompts: list[Row]) -> None:
     runs = run_benchmark(bundle, prompts, PLAN)
     assert {(run.prompt_id, run.mode, run.repeat) for run in runs} == {
-        (prompt.prompt_id, mode, repeat) for prompt in prompts for mode in MODES for repeat in range(2)
+        (prompt.prompt_id, mode, repeat) for prompt in prompts for mode in timed_modes(bundle) for repeat in range(2)
     }
-    assert [run.mode for run in runs[:6]] == [GREEDY, MTP, LOOKUP, MTP, LOOKUP, GREEDY]
-    rows, overall = benchmark_rows(runs, PLAN, DRAFT_LENGTH)
+    assert [run.mode for run in runs[:8]] == [GREEDY, MTP, "hybrid", LOOKUP, MTP, "hybrid", LOOKUP, GREEDY]
+    rows, overall = benchmark_rows(runs, PLAN, BOOTSTRAP)
     wanted = {
         "prompts", "tokens", "exact_match", "mismatches", "acceptance_length", "extra_tokens_per_pass",
         "conditional_acceptance", "greedy_tokens_per_s", "mtp_tokens_per_s", "speedup", "speedup_range",
         "speedup_with_prompt", "echo_rate", "prompt_lookup_acceptance_length", "mtp_first_token_p50_ms",
+        "hybrid_tokens_per_s", "hybrid_speedup_interval", "hybrid_acceptance_length",
     }  # fmt: skip
     for row in (*rows, overall):
         assert wanted <= set(row)
@@ -160,7 +165,7 @@ def test_speedup_is_the_median_of_ratios_within_repeats() -> None:
     runs = [run(GREEDY, r, s) for r, s in enumerate((1.0, 2.0, 4.0))]
     runs += [run(MTP, r, s) for r, s in enumerate((0.5, 1.0, 1.0))]
     runs += [run(LOOKUP, r, s) for r, s in enumerate((1.0, 2.0, 4.0))]
-    _, row = benchmark_rows(runs, PLAN, DRAFT_LENGTH)
+    _, row = benchmark_rows(runs, PLAN, BOOTSTRAP)
     assert row["speedup"] == 2.0
     assert row["speedup_range"] == [2.0, 4.0]
     assert row["greedy_tokens_per_s"] == 0.5
@@ -181,3 +186,19 @@ def test_answers_that_differ_are_listed() -> None:
 def test_no_timing_without_a_warm_up(bundle: Bundle, prompts: list[Row]) -> None:
     with pytest.raises(UserError, match="warm-up"):
         run_benchmark(bundle, prompts, dataclasses.replace(PLAN, warmup_prompts=0))
+
+
+def test_the_interval_of_a_speedup_draws_prompts_not_repeats() -> None:
+    """Some prompts gain twofold, others threefold; every repeat says the same, yet other prompts could say another."""
+    runs = []
+    for repeat in range(2):
+        for number in range(30):
+            for mode, seconds in ((GREEDY, 6.0), (MTP, 2.0 if number % 2 else 3.0), (LOOKUP, 6.0)):
+                runs.append(dataclasses.replace(run(mode, repeat, seconds), prompt_id=f"p{number}"))
+    _, row = benchmark_rows(runs, PLAN, BOOTSTRAP)
+    assert row["speedup"] == pytest.approx(2.4)
+    assert row["speedup_range"] == pytest.approx([2.4, 2.4])
+    low, high = row["speedup_interval"]  # type: ignore[misc]
+    assert 2.0 < low < 2.3 < 2.5 < high < 3.0
+    assert row["prompt_lookup_speedup_interval"] == pytest.approx([1.0, 1.0])
+    assert row["speedup_with_prompt_interval"][0] < row["speedup_with_prompt"]  # type: ignore[index]

@@ -17,7 +17,7 @@ from helpers_bundle import random_head, tiny_bundle
 from helpers_release import good_documents, write_documents, write_fake_bundle
 from pipelines import cli
 from pipelines.cli import Mark, marked
-from pipelines.report import COLUMNS, GAP, load_report, render_markdown, render_text
+from pipelines.report import COLUMNS, GAP, load_report, render_markdown, render_text, shown
 from pipelines.repro import drop_dead_locks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +66,15 @@ def test_importing_the_command_line_is_quick_and_light() -> None:
     assert loaded == "[]"
 
 
-@pytest.mark.parametrize("command", ["repro", "run", "release", "report", "gate", "generate", "doctor", "ui"])
+def test_evaluating_own_texts_needs_no_torch() -> None:
+    script = "import sys, pipelines.own_texts; print({'torch', 'transformers', 'mlflow', 'pyarrow'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    "command", ["repro", "run", "release", "report", "gate", "generate", "evaluate", "doctor", "ui"]
+)
 def test_every_command_explains_itself(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mtp(monkeypatch, command, "--help") == 0
 
@@ -127,6 +135,16 @@ def test_figures_that_were_not_taken_are_gaps(project: Path) -> None:
     speedup = [column.heading for column in COLUMNS].index("speed-up") + 1
     assert {row[speedup] for row in report.rows} == {GAP}
     assert len({len(line) for line in render_text(report).splitlines()[:2]}) == 1
+
+
+def test_a_figure_is_shown_with_its_interval_or_as_a_gap(project: Path) -> None:
+    documents = good_documents(write_fake_bundle(BUNDLE))
+    documents["verification"]["overall"]["extra_tokens_per_pass_interval"] = [0.873, 1.131]
+    documents["benchmark"]["overall"]["speedup_interval"] = [1.352, 1.449]
+    write_documents(REPORTS, documents)
+    assert {"1.00 [0.87, 1.13]", "1.40x [1.35, 1.45]"} <= set(load_report().rows[-1])
+    assert {"1.00", "1.40x"} <= set(load_report().rows[0])
+    assert shown({"a": None, "a_interval": [0, 1]}, "a", "{:.2f}") == shown({}, "a", "{}") == GAP
 
 
 def test_the_markdown_table_is_whole(project: Path) -> None:
@@ -211,6 +229,128 @@ def test_a_slot_needs_a_name_and_a_value() -> None:
         cli._parse_slots(["=x"])
 
 
+# --- evaluate -----------------------------------------------------------------------------------------------------
+
+
+def write_lines(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_own_texts_are_measured_and_reported(
+    bundle: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = ['{"text": "i has went"}', "", json.dumps({"text": "word " * 200}), '{"text": "a red hat", "id": 7}']
+    file = write_lines(project / "mine.jsonl", *lines, '{"text": "never reached"}')
+    options = ["--prompts", file, "--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--limit", "2"]
+    assert mtp(monkeypatch, "evaluate", *options) == 0
+    shown = capfd.readouterr().out
+    for wanted in (
+        "exact match",
+        "100.0%",
+        "1 threads, float32",
+        "too long: 1 texts",
+        "no slot: id",
+        "prompts of 0-63",
+    ):
+        assert wanted in shown
+    document = json.loads((REPORTS / "own_texts/proofread-mine.json").read_text())
+    (row,) = document["tasks"]
+    assert (row["task"], row["prompts"], row["exact_match"]) == ("proofread", 2, 1.0)
+    assert document["lines_too_long"] == [3]
+    assert document["created_with"]["threads"] == 1
+    wanted_keys = {"extra_tokens_per_pass_interval", "by_prompt_length", "loop_share", "echo_rate", "speedup_interval"}
+    assert wanted_keys <= set(row)
+
+
+def test_the_test_split_stands_beside_own_texts_only_for_the_same_bundle(
+    bundle: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from components.core.manifest import bundle_hash
+
+    file = write_lines(project / "mine.jsonl", '{"text": "i has went"}')
+    options = ["--prompts", file, "--task", "proofread", "--bundle", str(bundle), "--output", str(project / "o/r.json")]
+    for digest, beside in ((bundle_hash(bundle), True), ("0" * 64, False)):
+        write_documents(REPORTS, {"verification": good_documents(digest)["verification"]})
+        assert mtp(monkeypatch, "evaluate", *options) == 0
+        shown = capfd.readouterr().out
+        assert ("test split" in shown) is beside
+        assert (project / "o/r.json").is_file()
+        assert not (REPORTS / "own_texts").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ((), "holds no row"),
+        (("[1]",), "line 1 is not a JSON object"),
+        (('{"text": "fine"}', '{"text": '), "line 2 is not valid JSON"),
+        (('{"txt": "hi"}',), "line 1: text is missing"),
+        (('{"text": 5}',), "line 1: text is not a text"),
+        (('{"text": "<|im_end|>"}',), "line 1: the slot 'text'"),
+        ((json.dumps({"text": "word " * 200}),), "no text of"),
+    ],
+)
+def test_texts_that_cannot_be_used_are_three_lines(
+    lines: tuple[str, ...],
+    told: str,
+    bundle: Path,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    file = write_lines(project / "mine.jsonl", *lines)
+    assert mtp(monkeypatch, "evaluate", "--prompts", file, "--task", "proofread", "--bundle", str(bundle)) == 2
+    error = capfd.readouterr().err.splitlines()
+    assert [line[:7] for line in error] == ["error: ", " seen: ", " next: "]
+    assert told in error[0]
+    assert not (REPORTS / "own_texts/proofread-mine.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"--prompts": "gone.jsonl"}, "gone.jsonl is missing"),
+        ({"--prompts": "."}, "not UTF-8 text"),
+        ({"--task": "poetry"}, "no task 'poetry'"),
+        ({"--bundle": "gone"}, "gone"),
+        ({"--output": "."}, "cannot write"),
+        ({"--output": "mine.jsonl/x.json"}, "cannot write"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_three_lines(
+    changed: dict[str, str],
+    told: str,
+    bundle: Path,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    file = write_lines(project / "mine.jsonl", '{"text": "i has went"}')
+    options = {"--prompts": file, "--task": "proofread", "--bundle": str(bundle), **changed}
+    assert mtp(monkeypatch, "evaluate", *(part for option in options.items() for part in option)) == 2
+    error = capfd.readouterr().err.splitlines()
+    assert [line[:7] for line in error] == ["error: ", " seen: ", " next: "]
+    assert told in error[0]
+
+
+def test_an_answer_that_is_not_exact_ends_with_one(
+    bundle: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from components.onnx.runtime import OrtBackbone
+
+    honest = OrtBackbone.verify
+
+    def lie(self: OrtBackbone, tokens: list[int]) -> list[int]:
+        truth = honest(self, tokens)
+        return truth if len(tokens) == 1 else [(token + 1) % 300 for token in truth]
+
+    monkeypatch.setattr(OrtBackbone, "verify", lie)
+    file = write_lines(project / "mine.jsonl", '{"text": "i has went"}')
+    assert mtp(monkeypatch, "evaluate", "--prompts", file, "--task", "proofread", "--bundle", str(bundle)) == 1
+    assert "differs from plain decoding" in capfd.readouterr().out
+
+
 # --- ui -----------------------------------------------------------------------------------------------------------
 
 
@@ -227,7 +367,7 @@ def test_the_installed_script_and_the_module_are_one() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pipelines.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert all(name in done.stdout for name in ("repro", "run", "release", "generate", "doctor"))
+    assert all(name in done.stdout for name in ("repro", "run", "release", "generate", "evaluate", "doctor"))
 
 
 def test_locks_of_dead_processes_are_dropped(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from components.decoding.loop import Round, decode_greedy, decode_with_drafts
 from components.decoding.metrics import (
     Acceptance,
     add_up,
-    bootstrap_interval,
     count_rounds,
     echo_rate,
     first_mismatch,
@@ -143,12 +142,13 @@ def test_rejected_depths_are_counted_once() -> None:
     assert add_up([counts, counts], 3).tokens == 8
 
 
-def test_interval_holds_the_mean_and_is_reproducible() -> None:
-    parts = [count_rounds([Round((1,), (), 0), Round((1,) * n, (1, 1), n - 1)], 2) for n in (1, 2, 3) * 10]
-    low, high = bootstrap_interval(parts, 500, seed=3)
-    assert 1.0 < low < 2.0 < high < 3.0
-    assert bootstrap_interval(parts, 500, seed=3) == (low, high)
-    assert bootstrap_interval([], 500, seed=3) == (0.0, 0.0)
+def test_depths_come_from_the_rounds() -> None:
+    short, long = ([Round((4,), (), 0), Round((5,) * (k + 1), (5,) * k, k), Round((6,), (), 0)] for k in (1, 4))
+    both = add_up([count_rounds(short), count_rounds(long)])
+    assert both.reached == (2, 1, 1, 1)
+    assert both.conditional == [1.0, 1.0, 1.0, 1.0]
+    assert both.drafted == 5
+    assert len(count_rounds(short, 6).reached) == len(add_up([], 6).reached) == 6
 
 
 def test_lookup_copies_what_followed_the_same_words() -> None:

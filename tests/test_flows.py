@@ -15,7 +15,7 @@ import yaml
 
 from components.core.errors import UserError
 from components.core.files import write_json
-from components.data.free_text import fill_from_text, notification_slots
+from components.data.free_text import example_row, fill_from_row, fill_from_text, notification_slots, unused_keys
 from components.release.evidence import load_evidence
 from components.release.gates import decide
 from components.release.registry import Published
@@ -210,6 +210,22 @@ def test_defaults_explicit_slots_and_the_only_slot_left() -> None:
     assert fill_from_text("{me} {text}", "hi", {}) == {"me": "Alex", "text": "hi"}
     assert fill_from_text("{me} {text}", "hi", {"me": "Ben"}) == {"me": "Ben", "text": "hi"}
     assert fill_from_text("{headline}", "hi", {}) == {"headline": "hi"}
+
+
+def test_a_row_of_a_file_fills_slots_by_name_or_from_its_text() -> None:
+    stack = {"notifications": 'Anna says: "at 5?" Ben says: "yes"', "sender": "Anna"}
+    assert fill_from_row("{notifications} {sender}", stack) == stack
+    assert fill_from_row("{notifications} {sender}", {"text": "Anna: at 5? | Ben: yes"}) == stack
+    assert fill_from_row("{me} {text}", {"text": "hi", "id": 3}) == {"me": "Alex", "text": "hi"}
+    assert fill_from_row("{headline}", {"text": "hi"}) == fill_from_row("{headline}", {"headline": "hi"})
+    assert unused_keys("{me} {text}", {"text": "hi", "id": 3}) == {"id"}
+    assert unused_keys("{headline}", {"text": "hi"}) == set()
+    assert unused_keys("{headline}", {"text": "hi", "headline": "ho"}) == {"text"}
+    for rendered in ("{text}", "{me} {text}", "{one} {two}", "{headline}", "{notifications} {sender}"):
+        assert all(fill_from_row(rendered, json.loads(example_row(rendered))).values())
+    for row, told in (({"notifications": "x"}, "sender is missing"), ({"text": None}, "text is not a text")):
+        with pytest.raises(UserError, match=told):
+            fill_from_row("{notifications} {sender}", row)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from components.core.config import load_params, parse_params
+from components.data.free_text import fill_from_row
 from helpers_readme import HOW, README, Way, blocks, commands_tested, readme_commands
 from helpers_repository import ROOT, stages, tracked_files
 
@@ -219,3 +220,32 @@ def test_an_install_that_is_done_is_not_done_again(bare_folder: Path) -> None:
     os.utime(bare_folder / "constraints.txt")
     assert make_install(bare_folder, python).returncode == 0
     assert (bare_folder / "pip.log").read_text().split() == ["pip", "pip"], "new pins must be installed"
+
+
+# --- the page on own texts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("language", ["sh", "python"])
+def test_the_recipes_for_own_texts_give_lines_that_fill_slots(language: str, tmp_path: Path) -> None:
+    """Run on three small files; every line that comes out must fill the slots of a task like those of params.yaml."""
+    if language == "sh" and not shutil.which("jq"):
+        pytest.skip("no jq here")
+    messages = [{"text": f"message {number} to be | answered"} for number in range(4)]
+    turns = [["user", "one tea please"], ["assistant", "with milk | or without"], ["user", "with"]]
+    inputs = {"messages": messages, "dialogues": [{"turns": turns}] * 2, "benchmark": [{"turns": ["write", "more"]}]}
+    for name, rows in inputs.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    page = (ROOT / "docs/evaluate-your-text.md").read_text(encoding="utf-8")
+    recipes = [text for text in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) if not text.startswith("mtp")]
+    assert recipes
+    for recipe in recipes:
+        command = ["sh", "-ec", recipe] if language == "sh" else [sys.executable, "-c", recipe]
+        before = set(tmp_path.iterdir())
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        made = done.stdout + "".join(path.read_text() for path in sorted(set(tmp_path.iterdir()) - before))
+        assert made.strip()
+        for line in made.splitlines():
+            slots = "{notifications} {sender}" if "Anna: " in line else "{me} {text}"
+            assert all(fill_from_row(slots, json.loads(line)).values())
+        for path in set(tmp_path.iterdir()) - before:
+            path.unlink()

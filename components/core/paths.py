@@ -28,5 +28,6 @@ EXPORT_REPORT = REPORTS / "export.json"
 VERIFICATION_REPORT = REPORTS / "verification.json"
 BENCHMARK_REPORT = REPORTS / "benchmark" / "local.json"
 GATE_REPORT = REPORTS / "gate.json"
+OWN_TEXTS = REPORTS / "own_texts"  # what people evaluate by hand; no stage reads or writes it
 
 WORK = Path(".work")  # half-finished work that a killed stage picks up again; never a DVC output

@@ -1,13 +1,16 @@
-"""From what a person types to the slots of a task's prompt.
+"""From what a person types, or has in a file, to the slots of a task's prompt.
 
-Owns the little that has to be known to fill slots from one line of text: which slot takes the text itself, which have a
-default, and how a stack of notifications is typed (``Anna: see you at 5 | Ben: bring cake``). It refuses to guess the
-rest. Its surprising decision: it goes by slot names, not by task names, so a user's own task needs nothing here.
+Owns the little that has to be known to fill slots from one line of text or one JSON object: which slot takes the text
+itself, which have a default, and how a stack of notifications is typed (``Anna: see you at 5 | Ben: bring cake``). It
+refuses to guess the rest. Its surprising decision: it goes by slot names, not by task names, so a user's own task needs
+nothing here.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from components.core.config import SLOT
 from components.core.errors import UserError
@@ -51,6 +54,41 @@ def fill_from_text(rendered: str, text: str, given: Mapping[str, str]) -> dict[s
     if empty := [name for name in names if not filled[name].strip()]:
         raise UserError(f"the slot {empty[0]!r} is empty", f"text {text[:60]!r}", f"add --slot {empty[0]}=VALUE")
     return filled
+
+
+def fill_from_row(rendered: str, row: Mapping[str, Any]) -> dict[str, str]:
+    """Slots for a rendered prompt from one row of a file: its slots by name, or the one key ``text``.
+
+    Other keys are left alone; see :func:`unused_keys`.
+
+    Raises:
+        UserError: a slot is missing, empty, or no text.
+    """
+    names = slot_names(rendered)
+    usable = {name: row[name] for name in (*names, TEXT) if name in row}
+    if bad := [name for name, value in usable.items() if not isinstance(value, str) or not value.strip()]:
+        raise UserError(f"{bad[0]} is not a text", json.dumps(row[bad[0]])[:60], f"write {example_row(rendered)}")
+    missing = [name for name in names if name not in usable and name not in DEFAULTS]
+    if missing and TEXT not in usable:
+        seen = f"keys there: {', '.join(row) or 'none'}"
+        raise UserError(f"{', '.join(missing)} is missing", seen, f"write {example_row(rendered)}")
+    given = {name: value for name, value in usable.items() if name in names}
+    return fill_from_text(rendered, usable.get(TEXT, ""), given)
+
+
+def unused_keys(rendered: str, row: Mapping[str, Any]) -> set[str]:
+    """Keys that fill nothing: worth a word to the person, who may have mistyped one."""
+    names = slot_names(rendered)
+    fills = all(name in row or name in DEFAULTS for name in names)
+    return set(row) - set(names) - (set() if fills else {TEXT})
+
+
+def example_row(rendered: str) -> str:
+    """A row as it may stand in a file."""
+    if STACK in slot_names(rendered):
+        return json.dumps({TEXT: EXAMPLE})
+    needed = [name for name in slot_names(rendered) if name not in DEFAULTS]
+    return json.dumps(dict.fromkeys(needed if len(needed) > 1 else [TEXT], "some text"))
 
 
 def notification_slots(text: str) -> dict[str, str]:

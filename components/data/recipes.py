@@ -20,6 +20,7 @@ from typing import Any
 
 from components.core.errors import UserError
 from components.data.corpora import Conversation, Message, is_usable, words
+from components.data.jsonl import read_objects
 
 STACK_MESSAGES = (2, 5)  # messages in one notification stack, fewest and most
 STACK_CHARACTERS = (60, 400)  # less holds nothing to summarise; more is no stack of notifications
@@ -177,30 +178,12 @@ def jsonl(path: Path, slots: Sequence[str]) -> tuple[Candidate, ...]:
     Raises:
         UserError: missing, not text, empty, or a row that is not as described; names the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} is missing", f"no such file, seen from {Path.cwd()}", "correct `path` of the task"
-        ) from None
-    except (UnicodeDecodeError, IsADirectoryError) as error:
-        raise UserError(f"{path} is not UTF-8 text", str(error), "save it as UTF-8, one JSON object a line") from None
-    rows = tuple(_row(path, number, line, slots) for number, line in enumerate(lines, 1) if line.strip())
-    if not rows:
-        raise UserError(
-            f"{path} holds no row", f"{len(lines)} lines, all blank", f"add lines such as {_example(slots)}"
-        )
-    return rows
+    objects = read_objects(path, _example(slots), "correct `path` of the task")
+    return tuple(_row(f"{path}, line {number}", row, slots) for number, row in objects)
 
 
-def _row(path: Path, number: int, line: str, slots: Sequence[str]) -> Candidate:
-    where, remedy = f"{path}, line {number}", f"write {_example(slots)}"
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not valid JSON", f"{error} in {line[:60]!r}", remedy) from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is not a JSON object", f"a {type(row).__name__}: {line[:60]}", remedy)
+def _row(where: str, row: Mapping[str, Any], slots: Sequence[str]) -> Candidate:
+    remedy = f"write {_example(slots)}"
     if missing := [name for name in slots if name not in row]:
         raise UserError(f"{where} lacks {', '.join(missing)}", f"keys there: {', '.join(row) or 'none'}", remedy)
     if bad := [name for name in slots if not isinstance(row[name], str) or not row[name].strip()]:

@@ -7,10 +7,9 @@ it gives are never counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import zip_longest
 
 from components.decoding.loop import Round
 
@@ -24,12 +23,14 @@ class Acceptance:
         tokens: tokens emitted by those passes.
         reached: per depth, drafts whose every shallower draft was accepted and emitted.
         accepted: per depth, those of them that were accepted.
+        drafted: drafts proposed, whatever became of them.
     """
 
     passes: int
     tokens: int
     reached: tuple[int, ...]
     accepted: tuple[int, ...]
+    drafted: int = 0
 
     @property
     def acceptance_length(self) -> float:
@@ -42,47 +43,43 @@ class Acceptance:
         return [a / r if r else 0.0 for a, r in zip(self.accepted, self.reached, strict=True)]
 
 
-def count_rounds(rounds: Iterable[Round], draft_length: int) -> Acceptance:
+def count_rounds(rounds: Sequence[Round], depths: int = 0) -> Acceptance:
     """Count the rounds of one answer; the first round (prefill) is left out.
 
     A draft that was right but fell behind the end of the answer was never needed: its depth counts as not reached.
+
+    Args:
+        rounds: as they happened.
+        depths: report at least so many depths; the longest draft decides when it is longer.
     """
-    reached, accepted = [0] * draft_length, [0] * draft_length
-    passes = tokens = 0
-    for index, round_ in enumerate(rounds):
-        if index == 0:
-            continue
-        passes += 1
-        tokens += len(round_.emitted)
+    depths = max([depths, *(len(round_.drafted) for round_ in rounds)])
+    reached, accepted = [0] * depths, [0] * depths
+    for round_ in rounds[1:]:
         # The answer ended on an accepted draft: what lay behind it was neither right nor wrong.
         ended_inside = round_.accepted == len(round_.emitted)
         tested = round_.accepted if ended_inside else min(round_.accepted + 1, len(round_.drafted))
         for depth in range(tested):
             reached[depth] += 1
             accepted[depth] += depth < round_.accepted
-    return Acceptance(passes, tokens, tuple(reached), tuple(accepted))
-
-
-def add_up(parts: Sequence[Acceptance], draft_length: int) -> Acceptance:
-    """Sum of counts over answers."""
     return Acceptance(
-        sum(part.passes for part in parts),
-        sum(part.tokens for part in parts),
-        tuple(sum(part.reached[depth] for part in parts) for depth in range(draft_length)),
-        tuple(sum(part.accepted[depth] for part in parts) for depth in range(draft_length)),
+        max(len(rounds) - 1, 0),
+        sum(len(round_.emitted) for round_ in rounds[1:]),
+        tuple(reached),
+        tuple(accepted),
+        sum(len(round_.drafted) for round_ in rounds[1:]),
     )
 
 
-def bootstrap_interval(parts: Sequence[Acceptance], samples: int, seed: int) -> tuple[float, float]:
-    """95 % percentile interval of tau, resampling whole prompts (Efron 1979)."""
-    if not parts:
-        return (0.0, 0.0)
-    passes = np.array([part.passes for part in parts])
-    tokens = np.array([part.tokens for part in parts])
-    chosen = np.random.default_rng(seed).integers(0, len(parts), size=(samples, len(parts)))
-    taus = tokens[chosen].sum(axis=1) / np.maximum(passes[chosen].sum(axis=1), 1)
-    low, high = np.percentile(taus, [2.5, 97.5])
-    return (float(low), float(high))
+def add_up(parts: Sequence[Acceptance], depths: int = 0) -> Acceptance:
+    """Sum of counts over answers; as many depths as the deepest part has, at least ``depths``."""
+    nothing = (0,) * depths
+    return Acceptance(
+        sum(part.passes for part in parts),
+        sum(part.tokens for part in parts),
+        tuple(map(sum, zip_longest(nothing, *(part.reached for part in parts), fillvalue=0))),
+        tuple(map(sum, zip_longest(nothing, *(part.accepted for part in parts), fillvalue=0))),
+        sum(part.drafted for part in parts),
+    )
 
 
 def first_mismatch(reference: Sequence[int], other: Sequence[int]) -> int | None:

@@ -1,8 +1,8 @@
-"""How fast? Plain greedy, MTP and prompt lookup, timed in turn on the same prompts in the same process.
+"""How fast? Every mode of decoding, timed in turn on the same prompts in the same process.
 
-Owns the timing plan and its figures. It refuses to time without a warm-up. Its surprising decision: the three modes
-are interleaved prompt by prompt in rotating order, and speed-up is the median of the ratios within a repeat, so a
-machine that slows down half-way slows all modes alike.
+Owns the timing plan and the clock; figures are made of its runs in speed.py. It refuses to time without a warm-up. Its
+surprising decision: the three modes are interleaved prompt by prompt in rotating order, so a machine that slows down
+half-way slows all modes alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from components.core.errors import UserError
 from components.core.progress import Progress
 from components.decoding.lookup import PromptLookup
-from components.decoding.metrics import Acceptance, add_up, count_rounds, echo_rate, first_mismatch, is_looping
+from components.decoding.metrics import Acceptance, count_rounds
 from components.devices.verification import PromptRow
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from components.onnx.runtime import Bundle
 
 GREEDY, MTP, LOOKUP = "greedy", "mtp", "prompt_lookup"
-MODES = (GREEDY, MTP, LOOKUP)
 COST_REPEATS = 15
 
 
@@ -69,6 +68,12 @@ class Run:
         return sum(self.pass_s)
 
 
+def timed_modes(bundle: Bundle) -> tuple[str, ...]:
+    """Plain decoding, the bundle's default policy, its other policies by name, and prompt lookup."""
+    policies = bundle.manifest.policies
+    return (GREEDY, MTP, *(mode for mode in policies.modes if mode != policies.default), LOOKUP)
+
+
 def run_benchmark(bundle: Bundle, prompts: Sequence[PromptRow], plan: Plan) -> list[Run]:
     """Warm up, then time every prompt in every mode, ``plan.rounds`` times.
 
@@ -80,15 +85,16 @@ def run_benchmark(bundle: Bundle, prompts: Sequence[PromptRow], plan: Plan) -> l
         raise UserError(
             "a benchmark needs prompts, a warm-up and a round", seen, "correct section benchmark of params.yaml"
         )
+    modes = timed_modes(bundle)
     for prompt in prompts[: plan.warmup_prompts]:
-        for mode in MODES:
+        for mode in modes:
             time_once(bundle, prompt, mode, 0, plan)
-    progress = Progress("benchmark", len(prompts) * plan.rounds * len(MODES), "runs")
+    progress = Progress("benchmark", len(prompts) * plan.rounds * len(modes), "runs")
     runs = []
     for repeat in range(plan.rounds):
         for index, prompt in enumerate(prompts):
-            turn = (index + repeat) % len(MODES)
-            for mode in (*MODES[turn:], *MODES[:turn]):
+            turn = (index + repeat) % len(modes)
+            for mode in (*modes[turn:], *modes[:turn]):
                 runs.append(time_once(bundle, prompt, mode, repeat, plan))
                 progress.advance()
     return runs
@@ -98,7 +104,6 @@ def time_once(bundle: Bundle, prompt: PromptRow, mode: str, repeat: int, plan: P
     """Time one answer."""
     ids = list(prompt.prompt_ids)
     generation = _start(bundle, prompt.task, ids, mode, plan).finish()
-    length = plan.lookup_draft_length if mode == LOOKUP else bundle.manifest.policies.policy.longest
     return Run(
         prompt_id=prompt.prompt_id,
         task=prompt.task,
@@ -108,7 +113,7 @@ def time_once(bundle: Bundle, prompt: PromptRow, mode: str, repeat: int, plan: P
         answer=tuple(generation.answer.tokens),
         first_token_s=generation.seconds[0],
         pass_s=tuple(generation.seconds[1:]),
-        acceptance=count_rounds(generation.history, length),
+        acceptance=count_rounds(generation.history),
     )
 
 
@@ -116,9 +121,11 @@ def _start(bundle: Bundle, task: str, ids: list[int], mode: str, plan: Plan) -> 
     answer = bundle.answer(task)
     if mode == GREEDY:
         return bundle.start_from_ids(ids, answer, None)
-    if mode == MTP:
-        return bundle.start_from_ids(ids, answer, bundle.drafter())
-    return bundle.start_from_ids(ids, answer, PromptLookup(plan.lookup_ngram), plan.lookup_draft_length)
+    if mode == LOOKUP:
+        return bundle.start_from_ids(ids, answer, PromptLookup(plan.lookup_ngram), plan.lookup_draft_length)
+    policies = bundle.manifest.policies
+    policy = policies.policy if mode == MTP else policies.modes[mode]
+    return bundle.start_from_ids(ids, answer, bundle.drafter(policy), policy.longest)
 
 
 def measure_costs(bundle: Bundle, prompt: Sequence[int]) -> dict[str, object]:
@@ -153,90 +160,3 @@ def _timed(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
-
-
-def benchmark_rows(
-    runs: Sequence[Run], plan: Plan, draft_length: int
-) -> tuple[list[dict[str, object]], dict[str, object]]:
-    """Evidence rows: one per task, and one over all."""
-    tasks = list(dict.fromkeys(run.task for run in runs))
-    rows = [{"task": task, **_row([run for run in runs if run.task == task], plan, draft_length)} for task in tasks]
-    return rows, _row(runs, plan, draft_length)
-
-
-def _row(runs: Sequence[Run], plan: Plan, draft_length: int) -> dict[str, object]:
-    first = [run for run in runs if run.repeat == 0]
-    greedy = [run for run in first if run.mode == GREEDY]
-    accepted = add_up([run.acceptance for run in first if run.mode == MTP], draft_length)
-    looked_up = add_up([run.acceptance for run in first if run.mode == LOOKUP], plan.lookup_draft_length)
-    mismatches = find_mismatches(runs)
-    differing = {mismatch["prompt_id"] for mismatch in mismatches if mismatch["mode"] == MTP}
-    row: dict[str, object] = {
-        "prompts": len(greedy),
-        "tokens": sum(len(run.answer) for run in greedy),
-        "repeats": plan.rounds,
-        "exact_match": 1.0 - len(differing) / len(greedy),
-        "mismatches": mismatches,
-        "acceptance_length": accepted.acceptance_length,
-        "extra_tokens_per_pass": max(accepted.acceptance_length - 1.0, 0.0),
-        "conditional_acceptance": accepted.conditional,
-        "prompt_lookup_acceptance_length": looked_up.acceptance_length,
-        "echo_rate": statistics.fmean(echo_rate(run.prompt, run.answer) for run in greedy),
-        "loop_share": statistics.fmean(is_looping(run.answer) for run in greedy),
-    }
-    for mode in MODES:
-        row |= _mode_figures([run for run in runs if run.mode == mode], mode)
-    for mode, name in ((MTP, "speedup"), (LOOKUP, "prompt_lookup_speedup")):
-        row |= _speedup(runs, mode, name, decode_speed)
-        row |= _speedup(runs, mode, f"{name}_with_prompt", whole_speed)
-    return row
-
-
-def _mode_figures(runs: Sequence[Run], mode: str) -> dict[str, object]:
-    per_repeat = [decode_speed(part) for part in _by_repeat(runs)]
-    passes = [seconds for run in runs for seconds in run.pass_s]
-    return {
-        f"{mode}_tokens_per_s": statistics.median(per_repeat),
-        f"{mode}_tokens_per_s_range": [min(per_repeat), max(per_repeat)],
-        f"{mode}_tokens_per_s_with_prompt": statistics.median(whole_speed(part) for part in _by_repeat(runs)),
-        f"{mode}_first_token_p50_ms": 1000 * statistics.median(run.first_token_s for run in runs),
-        f"{mode}_pass_p50_ms": 1000 * statistics.median(passes) if passes else 0.0,
-    }
-
-
-def _speedup(runs: Sequence[Run], mode: str, name: str, speed: Callable[[Sequence[Run]], float]) -> dict[str, object]:
-    """Median and range, over repeats, of the mode's speed over greedy's in the same repeat; 0 without greedy speed."""
-    ratios = []
-    for part in _by_repeat(runs):
-        plain = speed([run for run in part if run.mode == GREEDY])
-        ratios.append(speed([run for run in part if run.mode == mode]) / plain if plain else 0.0)
-    return {name: statistics.median(ratios), f"{name}_range": [min(ratios), max(ratios)]}
-
-
-def _by_repeat(runs: Sequence[Run]) -> list[list[Run]]:
-    return [[run for run in runs if run.repeat == repeat] for repeat in sorted({run.repeat for run in runs})]
-
-
-def decode_speed(runs: Sequence[Run]) -> float:
-    """Tokens after the first per second after the first, pooled over answers; 0 when no answer has a second token."""
-    seconds = sum(run.decode_s for run in runs)
-    return sum(len(run.answer) - 1 for run in runs) / seconds if seconds else 0.0
-
-
-def whole_speed(runs: Sequence[Run]) -> float:
-    """Tokens per second with prefill, pooled over answers."""
-    return sum(len(run.answer) for run in runs) / sum(run.first_token_s + run.decode_s for run in runs)
-
-
-def find_mismatches(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """Answers that differ from the first greedy answer to the same prompt, in any mode and repeat."""
-    reference = {run.prompt_id: run.answer for run in runs if run.mode == GREEDY and run.repeat == 0}
-    found: list[dict[str, object]] = []
-    for run in runs:
-        wanted = reference[run.prompt_id]
-        at = first_mismatch(wanted, run.answer)
-        if at is not None:
-            tokens = [answer[at] if at < len(answer) else None for answer in (wanted, run.answer)]
-            place = {"prompt_id": run.prompt_id, "mode": run.mode, "repeat": run.repeat, "position": at}
-            found.append(place | {"reference": tokens[0], "got": tokens[1]})
-    return found

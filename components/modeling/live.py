@@ -1,36 +1,21 @@
 """Live decoding with a head in torch: the only source of acceptance figures during training and evaluation.
 
-Owns the pairing of each prompt's greedy reference with its drafted run, one prompt at a time. It refuses to batch:
-padding must have no chance to change an evaluation.
+Owns drafted runs, one prompt at a time. It refuses to batch: padding must have no chance to change an evaluation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from components.core.manifest import DraftPolicy, TaskPrompt
 from components.data.table import Prompt
-from components.decoding.comparison import Mismatch, find_mismatch
 from components.decoding.drafting import PolicyDrafter
-from components.decoding.loop import Drafter, Round, decode_greedy, decode_with_drafts
+from components.decoding.loop import Drafter, Round, decode_with_drafts
 from components.decoding.metrics import Acceptance, add_up, count_rounds
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone
-from components.modeling.equality import top2_margin
 from components.modeling.head import MTPHead
 from components.modeling.session import TorchBackbone, TorchHead
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One prompt decoded plainly and with drafts."""
-
-    prompt: Prompt
-    answer: tuple[int, ...]
-    counts: Acceptance
-    drafted: int
-    mismatch: Mismatch | None
 
 
 class LiveEvaluator:
@@ -83,20 +68,11 @@ class LiveEvaluator:
 
     def drafted(self, prompt: Prompt, drafter: Drafter, draft_length: int) -> tuple[Answer, list[Round]]:
         """Decode with drafts."""
-        answer = self._new_answer(prompt)
+        answer = self.new_answer(prompt)
         return answer, list(decode_with_drafts(self.session, drafter, prompt.prompt_ids, answer, draft_length))
 
-    def compare(self, prompt: Prompt, drafter: Drafter, draft_length: int) -> Comparison:
-        """Decode plainly and with drafts, token by token."""
-        reference, margins = self._new_answer(prompt), []
-        for _ in decode_greedy(self.session, prompt.prompt_ids, reference):
-            margins.append(top2_margin(self.session.logits[-1]))
-        answer, rounds = self.drafted(prompt, drafter, draft_length)
-        mismatch = find_mismatch(prompt.prompt_id, reference.tokens, answer.tokens, margins)
-        drafted = sum(len(round_.drafted) for round_ in rounds)
-        return Comparison(prompt, tuple(reference.tokens), count_rounds(rounds, draft_length), drafted, mismatch)
-
-    def _new_answer(self, prompt: Prompt) -> Answer:
+    def new_answer(self, prompt: Prompt) -> Answer:
+        """An empty answer under the task's stop rule."""
         task = self.tasks[prompt.task]
         eos_ids = frozenset(self.session.backbone.card.eos_ids)
         return Answer(StopRule(eos_ids, tuple(task.stop_texts), task.max_new_tokens), self.decode)

@@ -6,8 +6,10 @@ from components.core import paths
 from components.core.errors import exits_cleanly
 from components.core.files import write_json
 from components.data.table import read_prompts
-from components.devices.benchmark import Plan, benchmark_rows, measure_costs, run_benchmark
+from components.decoding.bootstrap import Bootstrap
+from components.devices.benchmark import Plan, measure_costs, run_benchmark
 from components.devices.circumstances import created_with
+from components.devices.speed import benchmark_rows
 from components.devices.verification import first_test_prompts
 from components.onnx.runtime import open_bundle
 from pipelines.stages.common import stage_params
@@ -22,7 +24,7 @@ def main() -> None:
     bundle = open_bundle(paths.BUNDLE, params.runtime.threads)
     prompts = first_test_prompts(read_prompts(paths.PROMPTS), wanted.prompts_per_task)
     runs = run_benchmark(bundle, prompts, plan)
-    rows, overall = benchmark_rows(runs, plan, bundle.manifest.policies.policy.longest)
+    rows, overall = benchmark_rows(runs, plan, Bootstrap(params.evaluate.bootstrap_samples, params.evaluate.seed))
     report = {
         "created_with": created_with(bundle),
         "bundle_sha256": bundle.sha256,

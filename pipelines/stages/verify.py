@@ -6,8 +6,10 @@ from components.core import paths
 from components.core.errors import exits_cleanly
 from components.core.files import write_json
 from components.data.table import read_prompts
+from components.decoding.bootstrap import Bootstrap
+from components.decoding.outcomes import mode_lines, mode_rows
 from components.devices.circumstances import created_with
-from components.devices.verification import check_prompt_ids, first_test_prompts, verification_rows, verify_bundle
+from components.devices.verification import check_prompt_ids, first_test_prompts, verify_bundle
 from components.onnx.runtime import open_bundle
 from pipelines.stages.common import stage_params
 
@@ -19,13 +21,12 @@ def main() -> None:
     bundle = open_bundle(paths.BUNDLE, params.runtime.threads)
     prompts = first_test_prompts(read_prompts(paths.PROMPTS), params.verify.prompts_per_task)
     check_prompt_ids(bundle, prompts)
-    rows, overall = verification_rows(verify_bundle(bundle, prompts), bundle.manifest.policies.policy.longest)
-    report = {"created_with": created_with(bundle), "bundle_sha256": bundle.sha256, "tasks": rows, "overall": overall}
-    write_json(paths.VERIFICATION_REPORT, report)
-    print(
-        f"verify: {overall['prompts']} prompts, exact match {overall['exact_match']:.2%}, "
-        f"{overall['acceptance_length']:.2f} tokens per pass ({bundle.threads} threads, {bundle.manifest.precision})"
+    bootstrap = Bootstrap(params.evaluate.bootstrap_samples, params.evaluate.seed)
+    rows = mode_rows(verify_bundle(bundle, prompts), bundle.manifest.policies.default, bootstrap)
+    write_json(
+        paths.VERIFICATION_REPORT, {"created_with": created_with(bundle), "bundle_sha256": bundle.sha256, **rows}
     )
+    print(f"verify: {mode_lines(rows)} ({bundle.threads} threads, {bundle.manifest.precision})")
 
 
 if __name__ == "__main__":
