@@ -13,16 +13,16 @@ from components.core.host import allowed_cores, host_card
 from components.core.manifest import DraftPolicy
 from components.core.paths import BACKBONE, FEATURES, HEAD, POLICY, PROMPTS, TEMPLATES
 from components.data.table import read_prompts, read_templates
-from components.modeling.backbone import load_backbone
+from components.modeling.backbone import Backbone, load_backbone
 from components.modeling.calibration import Score, Trace, calibrate, record, replay
 from components.modeling.features import read_shards
 from components.modeling.head import MTPHead
 from pipelines.stages.common import stage_params
 
 
-def record_traces(longest: int) -> list[Trace]:
+def record_traces(backbone: Backbone, longest: int) -> list[Trace]:
     """The head's drafts at every position of the validation answers."""
-    backbone, head = load_backbone(BACKBONE), MTPHead.from_pretrained(HEAD)
+    head = MTPHead.from_pretrained(HEAD)
     tasks = {prompt.prompt_id: prompt.task for prompt in read_prompts(PROMPTS) if prompt.split == "validation"}
     found = [sequence for sequence in read_shards(FEATURES) if sequence.prompt_id in tasks and len(sequence.answer) > 1]
     return [record(head, backbone, sequence, tasks[sequence.prompt_id], longest) for sequence in found]
@@ -33,12 +33,12 @@ def main() -> None:
     """Write policy.json."""
     settings = stage_params("calibrate").drafting
     torch.set_num_threads(allowed_cores())
-    traces = record_traces(settings.longest)
-    templates, card = read_templates(TEMPLATES), load_backbone(BACKBONE).card
+    backbone = load_backbone(BACKBONE)
+    traces, templates = record_traces(backbone, settings.longest), read_templates(TEMPLATES)
     decode = partial(Tokenizer.from_file(str(BACKBONE / "tokenizer.json")).decode, skip_special_tokens=True)
 
     def score(task: str, policy: DraftPolicy) -> Score:
-        return replay([t for t in traces if t.task == task], policy, templates, card.eos_ids, decode, settings)
+        return replay([t for t in traces if t.task == task], policy, templates, backbone.card.eos_ids, decode, settings)
 
     chosen = calibrate(score, sorted({trace.task for trace in traces}), settings)
     created = host_card("torch").as_dict() | {"precision": "float32", "source": "replay of validation answers"}
