@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from torch import Tensor
 
 from components.core.manifest import TaskPrompt
 from components.core.progress import Progress
@@ -20,7 +19,7 @@ from components.decoding.comparison import Mismatch, find_mismatch
 from components.decoding.loop import decode_greedy
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import load_backbone
-from components.modeling.session import TorchBackbone
+from components.modeling.session import TorchBackbone, top2_margin
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,6 @@ class Equality:
             f"{len(self.mismatches)} of {self.prompts} answers differ when decoded singly"
             f" ({self.tokens} tokens; widest top-2 margin {widest:.2g})"
         )
-
-
-def top2_margin(logits: Tensor) -> float:
-    """Distance between the two highest logits, [vocab_size] float32."""
-    high, low = logits.topk(2).values.tolist()
-    return float(high - low)
 
 
 def compare_with_single(

@@ -16,9 +16,8 @@ from components.decoding.loop import Drafter, Round, decode_greedy, decode_with_
 from components.decoding.metrics import Acceptance, add_up, count_rounds
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone
-from components.modeling.equality import top2_margin
 from components.modeling.head import MTPHead
-from components.modeling.session import TorchBackbone, TorchHead
+from components.modeling.session import TorchBackbone, TorchHead, top2_margin
 
 
 @dataclass(frozen=True)
