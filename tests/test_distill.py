@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +13,22 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from components.core import paths
+from components.core.config import Distil
 from components.core.errors import UserError
 from components.core.manifest import TaskPrompt
+from components.data.table import Prompt, write_prompts, write_templates
 from components.decoding.loop import decode_greedy
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone, load_backbone
 from components.modeling.chunks import Chunk, make_chunks, shared_tokens
 from components.modeling.distill import ChunkDecoder, Work, distil_chunks
-from components.modeling.equality import compare_with_single
+from components.modeling.equality import Equality, compare_with_single
 from components.modeling.features import Sequence as Captured
 from components.modeling.features import read_shards, shard_path
 from components.modeling.packed import ATTENTION, PackedPass, SlotRows
 from components.modeling.session import TorchBackbone
+from pipelines.stages import distil as stage
 
 KV_LAYERS = (1, 2)
 BUDGET = 12
@@ -236,8 +241,68 @@ def test_the_comparison_with_single_decoding_sees_one_wrong_token(
     ]
     same = compare_with_single(pd.DataFrame(rows), tiny_backbone_dir, {"t": TASK}, 4, 1)
     assert (same.prompts, same.mismatches) == (4, ())
-    assert same.tokens == sum(len(s.answer) for s in sequences) and same.tokens_per_second > 0
+    assert same.tokens == sum(len(s.answer) for s in sequences) and same.tokens_per_s > 0
     rows[2]["answer_ids"][3] += 1
     wrong = compare_with_single(pd.DataFrame(rows), tiny_backbone_dir, {"t": TASK}, 4, 1)
     (mismatch,) = wrong.mismatches
     assert mismatch.prompt_id == rows[2]["prompt_id"] and mismatch.top2_margin > 0
+
+
+# --- the stage --------------------------------------------------------------------------------------------------------
+
+
+def test_the_stage_reports_its_work_and_its_speed(
+    tiny_backbone_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("dvc.yaml", "params.yaml"):
+        text = Path(name).read_text(encoding="utf-8").replace("kv_layers: [10, 20]", "kv_layers: [1, 2]")
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stage, "allowed_cores", lambda: 1)
+    paths.BACKBONE.parent.mkdir()
+    paths.BACKBONE.symlink_to(tiny_backbone_dir)
+    asked = [
+        Prompt(f"p{i}", "t", ("train", "validation", "test")[i % 3], "g", {}, "", ids)
+        for i, ids in enumerate(prompts(9, random_ids(5, 99)))
+    ]
+    write_prompts(paths.PROMPTS, asked)
+    write_templates(paths.TEMPLATES, {"t": TASK})
+    stage.main()
+    summary = json.loads(paths.DISTILLED_SUMMARY.read_text(encoding="utf-8"))
+    speed = summary["throughput"]
+    captured = list(read_shards(paths.FEATURES))
+    assert len(captured) == speed["prompts"] == 6 and speed["resumed_prompts"] == 0
+    assert speed["answer_tokens"] == sum(len(s.answer) for s in captured)
+    assert speed["computed_tokens"] + speed["shared_tokens"] == sum(len(s.prompt) for s in captured)
+    assert speed["shared_tokens"] >= 5 * 5
+    assert speed["ratio_to_single"] > 0 and speed["processes"] == 1
+    assert summary["distilled_against_single"]["mismatches"] == []
+
+
+def test_half_finished_shards_of_other_settings_are_not_taken(
+    tiny_backbone_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths.BACKBONE.parent.mkdir()
+    paths.BACKBONE.symlink_to(tiny_backbone_dir)
+    write_prompts(paths.PROMPTS, [Prompt("p", "t", "train", "g", {}, "", (5, 6))])
+    write_templates(paths.TEMPLATES, {"t": TASK})
+    settings = Distil(chunk_prompts=8, slots=4, equality_prompts=1)
+    folders = {stage.work_folder(KV_LAYERS, settings)}
+    folders |= {
+        stage.work_folder(KV_LAYERS, settings.model_copy(update={name: 9})) for name in ("chunk_prompts", "slots")
+    }
+    folders |= {stage.work_folder((1,), settings)}
+    other = tmp_path / "packed.py"
+    other.write_text("# other code\n", encoding="utf-8")
+    monkeypatch.setattr(stage.packed, "__file__", str(other))
+    assert len(folders | {stage.work_folder(KV_LAYERS, settings)}) == 5
+    assert stage.work_folder(KV_LAYERS, settings.model_copy(update={"equality_prompts": 2})) in {
+        stage.work_folder(KV_LAYERS, settings)
+    }
+
+
+def test_a_run_that_only_took_over_claims_no_speed() -> None:
+    run = stage.Run(Work(), resumed_prompts=9, wall_s=0.1, processes=2)
+    figures = stage.throughput(run, Equality(1, 10, 2.0, ()))
+    assert figures["ratio_to_single"] is None and figures["answer_tokens_per_s_per_process"] is None

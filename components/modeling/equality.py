@@ -44,9 +44,9 @@ class Equality:
     mismatches: tuple[Mismatch, ...]
 
     @property
-    def tokens_per_second(self) -> float:
+    def tokens_per_s(self) -> float:
         """Answer tokens per second of one process."""
-        return self.tokens / self.busy_s if self.busy_s else 0.0
+        return self.tokens / self.busy_s
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -8,6 +8,7 @@ import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -70,10 +71,10 @@ def decode_prompts(prompts: list[Prompt], kv_layers: tuple[int, ...], settings: 
     return Run(work, resumed, time.monotonic() - started, processes)
 
 
-def throughput(run: Run, equality: Equality) -> dict[str, object]:
+def throughput(run: Run, equality: Equality) -> dict[str, Any]:
     """Figures of speed; the ratio compares answer tokens per second of one process, prefill included in both."""
-    work = run.work
-    rate = work.answer_tokens / work.busy_s if work.busy_s else 0.0
+    work, single = run.work, equality.tokens_per_s
+    rate = work.answer_tokens / work.busy_s if work.busy_s else None
     return {
         "processes": run.processes,
         "wall_s": run.wall_s,
@@ -81,9 +82,21 @@ def throughput(run: Run, equality: Equality) -> dict[str, object]:
         **asdict(work),
         "answer_tokens_per_s": work.answer_tokens / run.wall_s,
         "answer_tokens_per_s_per_process": rate,
-        "single_answer_tokens_per_s_per_process": equality.tokens_per_second,
-        "ratio_to_single": rate / equality.tokens_per_second if equality.tokens_per_second else None,
+        "single_answer_tokens_per_s_per_process": single,
+        "ratio_to_single": rate / single if rate else None,
     }
+
+
+def line(run: Run, speed: dict[str, Any]) -> str:
+    """One line for people."""
+    work = run.work
+    if speed["ratio_to_single"] is None:
+        return f"all {run.resumed_prompts} answers taken over from a killed run"
+    return (
+        f"{speed['answer_tokens_per_s_per_process']:.1f} tokens/s per process, {speed['ratio_to_single']:.1f} times "
+        f"decoding singly ({run.processes} processes, {work.prompts} prompts, {run.wall_s:.0f} s; "
+        f"{work.computed_tokens} prompt tokens computed, {work.shared_tokens} shared)"
+    )
 
 
 def summarise(answers: pd.DataFrame) -> list[dict[str, object]]:
@@ -126,11 +139,7 @@ def main() -> None:
     shutil.rmtree(FEATURES, ignore_errors=True)
     folder.rename(FEATURES)
     print(f"distil: {len(answers)} answers, {int(answers['answer_ids'].map(len).sum())} tokens; {equality.line()}")
-    print(
-        f"distil: {speed['answer_tokens_per_s_per_process']:.1f} tokens/s per process against "
-        f"{equality.tokens_per_second:.1f} singly ({run.processes} processes, {run.work.prompts} prompts; "
-        f"{run.work.shared_tokens} prompt tokens shared, {run.work.computed_tokens} computed)"
-    )
+    print(f"distil: {line(run, speed)}")
 
 
 if __name__ == "__main__":
