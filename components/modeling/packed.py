@@ -125,13 +125,14 @@ class SlotRows:
         pairs = [torch.stack((self.keys[layer, slot], self.values[layer, slot])) for layer in layers]
         return self.hidden[slot, :rows].clone(), torch.stack(pairs)[..., :rows, :].clone()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: PackedPass) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, step: PackedPass) -> Tensor:
         """Write a layer's new rows, then attend.
 
         Args:
             layer: index of the layer.
             query: [query_heads, tokens, head_dim], rotated.
             key, value: [kv_heads, tokens, head_dim], keys rotated.
+            scaling: factor on the scores.
             step: the pass.
 
         Returns:
@@ -142,17 +143,13 @@ class SlotRows:
         if at:
             keys[step.slots, :, step.rows] = key[:, :at].transpose(0, 1)
             values[step.slots, :, step.rows] = value[:, :at].transpose(0, 1)
-            done.append(attend_writing(query[:, :at], keys, values, step))
+            done.append(attend_writing(query[:, :at], keys, values, scaling, step))
+        # In order: a donor of the same pass has its own rows by the time they are copied.
         for admission, mask in zip(step.admissions, step.masks, strict=True):
             new = slice(at, at + admission.computed)
-            own = []
-            for held, computed in ((keys, key), (values, value)):
-                rows = held[admission.slot, :, : len(admission.prompt)]
-                if admission.donor != admission.slot:
-                    rows[:, : admission.shared] = held[admission.donor, :, : admission.shared]
-                rows[:, admission.shared :] = computed[:, new]
-                own.append(rows)
-            done.append(attend_prompt(query[:, new], own[0], own[1], mask))
+            own_keys = fill_rows(keys, key[:, new], admission)
+            own_values = fill_rows(values, value[:, new], admission)
+            done.append(attend_prompt(query[:, new], own_keys, own_values, scaling, mask))
             at = new.stop
         return torch.cat(done)
 
@@ -166,7 +163,22 @@ class SlotRows:
             at += admission.computed
 
 
-def attend_writing(query: Tensor, keys: Tensor, values: Tensor, step: PackedPass) -> Tensor:
+def fill_rows(held: Tensor, computed: Tensor, admission: Admission) -> Tensor:
+    """Copy the donor's rows and append the computed ones; returns the slot's rows, a view of ``held``.
+
+    Args:
+        held: keys or values of one layer, [slots, kv_heads, capacity, head_dim].
+        computed: those of the prompt's new tokens, [kv_heads, new, head_dim].
+        admission: who enters which slot.
+    """
+    rows = held[admission.slot, :, : len(admission.prompt)]
+    if admission.donor != admission.slot:
+        rows[:, : admission.shared] = held[admission.donor, :, : admission.shared]
+    rows[:, admission.shared :] = computed
+    return rows
+
+
+def attend_writing(query: Tensor, keys: Tensor, values: Tensor, scaling: float, step: PackedPass) -> Tensor:
     """One query token per writing slot: [query_heads, writing, head_dim] -> [writing, query_heads, head_dim].
 
     Query heads that share a key head become rows of one query, so that the cache is read in place, never repeated.
@@ -175,22 +187,23 @@ def attend_writing(query: Tensor, keys: Tensor, values: Tensor, step: PackedPass
     used, rows = step.mask.shape[0], step.mask.shape[-1]
     grouped = query.new_zeros(used, keys.shape[1], heads // keys.shape[1], size)
     grouped[step.slots] = query.transpose(0, 1).reshape(writing, *grouped.shape[1:])
-    attended = scaled_dot_product_attention(grouped, keys[:used, :, :rows], values[:used, :, :rows], step.mask)
+    seen = keys[:used, :, :rows], values[:used, :, :rows]
+    attended = scaled_dot_product_attention(grouped, *seen, step.mask, scale=scaling)
     return attended[step.slots].reshape(writing, heads, size)
 
 
-def attend_prompt(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def attend_prompt(query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor) -> Tensor:
     """A prompt's new tokens over its own rows: [query_heads, new, head_dim] -> [new, query_heads, head_dim]."""
-    attended = scaled_dot_product_attention(query[None], keys[None], values[None], mask, enable_gqa=True)
+    attended = scaled_dot_product_attention(query[None], keys[None], values[None], mask, scale=scaling, enable_gqa=True)
     return attended[0].transpose(0, 1)
 
 
 def packed_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention function for transformers; ``options`` holds what :meth:`SlotRows.run` gave to the model."""
     rows: SlotRows = options["slot_rows"]
-    return rows.attend(module.layer_idx, query[0], key[0], value[0], options["step"])[None], None
+    return rows.attend(module.layer_idx, query[0], key[0], value[0], scaling, options["step"])[None], None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
