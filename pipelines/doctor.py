@@ -147,7 +147,7 @@ def check_memory() -> Finding:
     found = memory_bytes()
     seen = f"{found / 1e9:.0f} GB" if found else "unknown"
     small = 0 < found < MEMORY_BYTES
-    remedy = "lower distil.batch_rows and train.batch_sequences in params.yaml, or use a larger machine"
+    remedy = "lower distil.slots and train.batch_sequences in params.yaml, or use a larger machine"
     return Finding("memory", seen, remedy if small else "")
 
 

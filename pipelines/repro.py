@@ -26,7 +26,7 @@ from components.core.files import write_json
 from components.core.host import QUIET_ENVIRONMENT
 from pipelines.stages.common import load_stages
 
-# Backbone, features, head and bundle take about 2 GB, and as much again where DVC's cache cannot use hard links; the
+# Backbone, features, head and bundle take about 2.5 GB, and as much again where DVC's cache cannot use hard links; the
 # registered copy of the bundle, MLflow's and Prefect's stores and temporary files take the rest.
 WHOLE_RUN_BYTES = 6 * 2**30
 SPARE_BYTES = 2**29  # needed even when everything is there already

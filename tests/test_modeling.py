@@ -1,8 +1,8 @@
-"""Backbone, distillation, head and training, on a tiny random model: exact, resumable, never wired wrong."""
+"""Backbone, head and training, on a tiny random model: exact, resumable, never wired wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from components.core.config import Head, Package, Train
 from components.core.errors import UserError
 from components.core.manifest import DraftPolicy, TaskPrompt
 from components.decoding.drafting import PolicyDrafter
-from components.decoding.loop import decode_greedy, decode_with_drafts
+from components.decoding.loop import decode_with_drafts
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone, hash_weights, import_backbone, load_backbone
 from components.modeling.batches import UNSUPERVISED, batch_order, choose_draft_vocabulary, collate, make_vocabulary
-from components.modeling.distill import BatchDecoder, distil_batches, make_batches
+from components.modeling.chunks import make_chunks
+from components.modeling.distill import ChunkDecoder
 from components.modeling.features import Sequence as Captured
-from components.modeling.features import read_shards, shard_path
 from components.modeling.head import MTPHead
+from components.modeling.packed import ATTENTION
 from components.modeling.session import TorchBackbone, TorchHead
 from components.modeling.training import Trainer, draft_step_losses, learning_rate_factor, new_head
 
@@ -53,17 +54,11 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def sequences(backbone: Backbone, decode: Any) -> list[Captured]:
+def sequences(tiny_backbone_dir: Path, decode: Any) -> list[Captured]:
     task = TaskPrompt(rendered="{text}", stop_texts=(), max_new_tokens=12)
     rows = [(f"p{i:02d}", "t", ids) for i, ids in enumerate(prompts(24))]
-    decoder = BatchDecoder(backbone, KV_LAYERS, decode)
-    return [sequence for batch in make_batches(rows, {"t": task}, 8) for sequence in decoder.run(batch)]
-
-
-def greedy(backbone: Backbone, prompt: Sequence[int], budget: int, decode: Any) -> Answer:
-    answer = Answer(StopRule(frozenset(backbone.card.eos_ids), (), budget), decode)
-    list(decode_greedy(TorchBackbone(backbone, 64), prompt, answer))
-    return answer
+    decoder = ChunkDecoder(load_backbone(tiny_backbone_dir, ATTENTION), KV_LAYERS, decode, 8)
+    return [sequence for chunk in make_chunks(rows, {"t": task}, 24) for sequence in decoder.run(chunk)[0]]
 
 
 # --- backbone -------------------------------------------------------------------------------------------------------
@@ -94,74 +89,6 @@ def test_a_damaged_backbone_is_a_user_error(tiny_backbone_dir: Path, tmp_path: P
         load_backbone(tmp_path)
 
 
-# --- distillation ---------------------------------------------------------------------------------------------------
-
-
-def test_batched_answers_are_the_single_ones(backbone: Backbone, sequences: list[Captured], decode: Any) -> None:
-    for sequence in sequences:
-        assert list(sequence.answer) == greedy(backbone, sequence.prompt, 12, decode).tokens
-
-
-def test_captured_rows_are_what_decoding_shows_the_head(backbone: Backbone, sequences: list[Captured]) -> None:
-    sequence = max(sequences, key=lambda s: len(s.answer))
-    session = TorchBackbone(backbone, 64)
-    session.prefill(sequence.prompt)
-    hidden = [session.last_hidden[0, 0]]
-    for token in sequence.answer[:-1]:
-        session.verify([token])
-        session.keep(1)
-        hidden.append(session.last_hidden[0, 0])
-    torch.testing.assert_close(sequence.hidden, torch.stack(hidden), rtol=1e-4, atol=1e-4)
-    for row, layer in enumerate(KV_LAYERS):
-        cached = session.cache.layers[layer]
-        expected = torch.stack((cached.keys[0], cached.values[0]))
-        torch.testing.assert_close(sequence.keys_values[row], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_stop_texts_and_lengths_end_batched_answers(backbone: Backbone, decode: Any) -> None:
-    prompt = prompts(1, seed=5)[0]
-    free = greedy(backbone, prompt, 12, decode)
-    stop = decode([free.tokens[3]]) or "?"
-    task = TaskPrompt(rendered="{text}", stop_texts=(stop,), max_new_tokens=12)
-    (batch,) = make_batches([("a", "t", prompt), ("b", "t", prompt[:2])], {"t": task}, 4)
-    by_name = {sequence.prompt_id: sequence for sequence in BatchDecoder(backbone, KV_LAYERS, decode).run(batch)}
-    assert by_name["a"].stop_reason in ("stop_text", "eos")
-    assert len(by_name["a"].answer) <= 4
-    assert stop not in by_name["a"].text
-
-
-def test_a_killed_distillation_goes_on_where_it_stopped(tiny_backbone_dir: Path, tmp_path: Path) -> None:
-    task = TaskPrompt(rendered="{text}", stop_texts=(), max_new_tokens=4)
-    rows = [(f"p{i}", "t", ids) for i, ids in enumerate(prompts(6))]
-    batches = make_batches(rows, {"t": task}, 2)
-    whole = list(distil_batches(batches, tiny_backbone_dir, KV_LAYERS, tmp_path / "whole", 1))
-    assert whole == [2, 2, 2]
-    running = distil_batches(batches, tiny_backbone_dir, KV_LAYERS, tmp_path / "resumed", 1)
-    assert next(running) == 2
-    running.close()
-    assert sum(distil_batches(batches, tiny_backbone_dir, KV_LAYERS, tmp_path / "resumed", 1)) == 4
-    for batch in batches:
-        files = [shard_path(tmp_path / name, batch.number).read_bytes() for name in ("whole", "resumed")]
-        assert files[0] == files[1]
-    assert [s.prompt_id for s in read_shards(tmp_path / "whole")] == [n for batch in batches for n in batch.prompt_ids]
-
-
-def test_processes_do_not_change_the_bytes(tiny_backbone_dir: Path, tmp_path: Path) -> None:
-    task = TaskPrompt(rendered="{text}", stop_texts=(), max_new_tokens=4)
-    batches = make_batches([(f"p{i}", "t", ids) for i, ids in enumerate(prompts(4))], {"t": task}, 2)
-    for processes in (1, 2):
-        assert sum(distil_batches(batches, tiny_backbone_dir, KV_LAYERS, tmp_path / str(processes), processes)) == 4
-    for batch in batches:
-        one, two = (shard_path(tmp_path / name, batch.number).read_bytes() for name in ("1", "2"))
-        assert one == two
-
-
-def test_a_damaged_shard_is_a_user_error(tmp_path: Path) -> None:
-    shard_path(tmp_path, 0).write_bytes(b"nonsense")
-    with pytest.raises(UserError, match="damaged"):
-        list(read_shards(tmp_path))
-
-
 # --- pairing, masks, losses -----------------------------------------------------------------------------------------
 
 
@@ -183,6 +110,21 @@ def test_anchors_pair_inputs_and_targets_as_the_contract_says(backbone: Backbone
                 else:
                     assert target == UNSUPERVISED
         assert bool((batch.targets[row, len(answer) - 1 :] == UNSUPERVISED).all())
+
+
+def test_states_of_the_prompt_are_not_read(sequences: list[Captured]) -> None:
+    """Anchors and teachers begin at row P-1, the state that gave the first answer token."""
+    vocabulary = make_vocabulary(range(314), 314)
+    without = []
+    for sequence in sequences[:5]:
+        hidden = sequence.hidden.clone()
+        hidden[: len(sequence.prompt) - 1] = float("nan")
+        without.append(replace(sequence, hidden=hidden))
+    one, two = collate(sequences[:5], 3, vocabulary), collate(without, 3, vocabulary)
+    assert torch.equal(one.hidden, two.hidden) and torch.equal(one.teacher_hidden, two.teacher_hidden)
+    for row, sequence in enumerate(sequences[:5]):
+        count = len(sequence.answer) - 1
+        assert torch.equal(one.hidden[row, :count], sequence.hidden[len(sequence.prompt) - 1 :][:count])
 
 
 def test_padding_adds_nothing_to_any_depth(backbone: Backbone, sequences: list[Captured]) -> None:
@@ -318,7 +260,15 @@ def test_batches_without_supervision_or_with_nan_are_skipped_and_counted(
     with pytest.raises(UserError, match="learned nothing"):
         train(backbone, poisoned, tmp_path / "b", epochs=1)
     single = [
-        Captured("x", s.prompt, s.answer[:1], "eos", "", s.hidden[:1], s.keys_values[..., : len(s.prompt), :])
+        Captured(
+            "x",
+            s.prompt,
+            s.answer[:1],
+            "eos",
+            "",
+            s.hidden[: len(s.prompt)],
+            s.keys_values[..., : len(s.prompt), :],
+        )
         for s in sequences[:2]
     ]
     with pytest.raises(UserError, match="nothing to train on"):

@@ -97,9 +97,10 @@ class Data(Strict):
 
 
 class Distil(Strict):
-    """Batched greedy decoding of the backbone, and capture of what the head reads."""
+    """Greedy decoding of the backbone with continuous batching, and capture of what the head reads."""
 
-    batch_rows: Positive
+    chunk_prompts: Positive = Field(description="prompts of one shard at most; a killed run loses one per process")
+    slots: Positive = Field(description="prompts that one process decodes at once")
     equality_prompts: Positive = Field(description="training prompts decoded singly as well, to measure near-ties")
 
 

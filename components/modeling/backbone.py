@@ -143,8 +143,12 @@ def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
     return sorted(int(token) for token in found)
 
 
-def load_backbone(folder: Path) -> Backbone:
+def load_backbone(folder: Path, attention: str = "sdpa") -> Backbone:
     """Load the frozen backbone from its directory.
+
+    Args:
+        folder: what the stage `backbone` wrote.
+        attention: name of an attention function that transformers knows.
 
     Raises:
         UserError: missing or damaged files, or a model that the decode contract does not cover.
@@ -155,7 +159,7 @@ def load_backbone(folder: Path) -> Backbone:
     logging.disable_progress_bar()
     source = read_json(folder / SOURCE_FILE, REMEDY)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     except Exception as error:  # safetensors, json and transformers each raise types of their own
         raise UserError(f"{folder} cannot be loaded", str(error)[:200], REMEDY) from error
     model.eval().requires_grad_(False)

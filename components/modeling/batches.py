@@ -92,7 +92,7 @@ def collate(sequences: Seq[Sequence], draft_length: int, vocabulary: DraftVocabu
     for row, sequence in enumerate(sequences):
         cached[:, :, row, :, : sequence.keys_values.shape[3]] = sequence.keys_values
         count = len(sequence.answer) - 1
-        states[row, : count + 1] = sequence.hidden
+        states[row, : count + 1] = sequence.hidden[len(sequence.prompt) - 1 :]
         tokens[row, : count + 1] = torch.tensor(sequence.answer)
         positions[row, :count] = torch.arange(count) + len(sequence.prompt) - 1
     windows = tokens.unfold(1, draft_length + 1, 1)[:, :anchors]

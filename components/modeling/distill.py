@@ -1,169 +1,211 @@
 """Self-distillation: the frozen backbone answers the prompts; what the head will read is captured in the same passes.
 
-Owns batched greedy decoding with left padding, shedding of finished rows, and capture of KV rows and hidden states
-*while* generating: a second pass over prompt and answer would double the cost. It refuses to sample: answers are what
-the model alone would write. Its surprising decision: the answer's batch is a shard: what one process decodes
-together is written together, so a killed run loses one batch per process and nothing else.
+Owns continuous batching: a fixed number of slots, each refilled from the chunk's queue as soon as its answer ends, and
+the capture of KV rows and hidden states *while* generating: a second pass over prompt and answer would double the cost.
+It refuses to sample: answers are what the model alone would write. Its surprising decision: a chunk is a shard: what
+one process decodes together is written together, so a killed run loses one chunk per process and nothing else.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
-from transformers import DynamicCache
 
-from components.core.manifest import TaskPrompt
 from components.core.parallel import map_processes
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone, load_backbone
+from components.modeling.chunks import Chunk, shared_tokens
 from components.modeling.features import Sequence as CapturedSequence
 from components.modeling.features import shard_path, write_shard
-from components.modeling.session import cached_rows
+from components.modeling.packed import ATTENTION, Admission, PackedPass, SlotRows
 
-SHED_BELOW = 0.75  # compact the batch when fewer than this share of its rows still write
+ADMIT_TOKENS = 384  # prompt tokens that one pass may add: larger passes overflow the cache, smaller ones starve it
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Prompts decoded together: one task, similar lengths.
+class Work:
+    """What decoding cost; sums over chunks.
 
     Attributes:
-        number: index of the shard that will hold them.
-        prompts: token ids of each prompt.
-        prompt_ids: name of each prompt.
-        task: template and stop rule.
+        prompts: answered prompts.
+        computed_tokens: prompt tokens that went through the backbone.
+        shared_tokens: prompt tokens whose rows were copied from another prompt.
+        answer_tokens: emitted tokens.
+        passes: forward passes.
+        busy_s: seconds of the processes, each counted in full; loading of the model left out.
     """
 
-    number: int
-    prompt_ids: tuple[str, ...]
-    prompts: tuple[tuple[int, ...], ...]
-    task: TaskPrompt
+    prompts: int = 0
+    computed_tokens: int = 0
+    shared_tokens: int = 0
+    answer_tokens: int = 0
+    passes: int = 0
+    busy_s: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-def make_batches(
-    rows: Sequence[tuple[str, str, Sequence[int]]], tasks: dict[str, TaskPrompt], batch_rows: int
-) -> list[Batch]:
-    """Group (prompt name, task, token ids) by task and length; the same rows always give the same batches."""
-    batches: list[Batch] = []
-    for name in sorted(tasks):
-        of_task = sorted((len(ids), prompt, tuple(ids)) for prompt, task, ids in rows if task == name)
-        for start in range(0, len(of_task), batch_rows):
-            part = of_task[start : start + batch_rows]
-            ids = tuple(prompt_ids for _, _, prompt_ids in part)
-            batches.append(Batch(len(batches), tuple(prompt for _, prompt, _ in part), ids, tasks[name]))
-    return batches
+@dataclass(frozen=True)
+class Slot:
+    """A prompt and its answer in writing.
+
+    Attributes:
+        index: of the prompt in its chunk.
+        prompt: token ids.
+        answer: what has been written; the slot is free once it is done.
+    """
+
+    index: int
+    prompt: tuple[int, ...]
+    answer: Answer
+
+    @property
+    def rows(self) -> int:
+        """Rows processed so far: the last answer token has neither a row nor a hidden state yet."""
+        return len(self.prompt) + len(self.answer.tokens) - 1
 
 
-def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Ids and mask, both int64 [batch, longest]; the padding token is 0 and is never attended."""
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids, mask
-
-
-class BatchDecoder:
-    """Greedy decoding of one batch with capture.
+class ChunkDecoder:
+    """Greedy decoding of one chunk after another, with capture.
 
     Args:
-        backbone: the frozen model.
+        backbone: the frozen model, loaded with ``attention=ATTENTION``.
         kv_layers: backbone layers whose keys and values are captured.
         decode: token ids to text, for stop texts.
+        slots: prompts decoded at once.
     """
 
-    def __init__(self, backbone: Backbone, kv_layers: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
-        self.backbone, self.kv_layers, self.decode = backbone, tuple(kv_layers), decode
+    def __init__(
+        self, backbone: Backbone, kv_layers: Sequence[int], decode: Callable[[Sequence[int]], str], slots: int
+    ) -> None:
+        self.backbone, self.kv_layers, self.decode, self.slots = backbone, tuple(kv_layers), decode, slots
+
+    def run(self, chunk: Chunk) -> tuple[list[CapturedSequence], Work]:
+        """Decode every prompt of the chunk; the sequences are in the order of its prompts."""
+        return _ChunkRun(self, chunk).finish()
+
+
+class _ChunkRun:
+    """The state of one chunk: who sits in which slot, who waits, who is done."""
+
+    def __init__(self, decoder: ChunkDecoder, chunk: Chunk) -> None:
+        task, card = chunk.task, decoder.backbone.card
+        self.decoder, self.chunk, self.work = decoder, chunk, Work()
+        self.rule = StopRule(frozenset(card.eos_ids), tuple(task.stop_texts), task.max_new_tokens)
+        self.places = min(decoder.slots, len(chunk.prompts))
+        self.held = SlotRows(card, self.places, max(map(len, chunk.prompts)) + task.max_new_tokens)
+        self.slots: list[Slot] = []
+        self.waiting = deque(range(len(chunk.prompts)))
+        self.done: dict[int, CapturedSequence] = {}
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[CapturedSequence]:
-        """Decode every prompt of the batch; the result is in the order of its prompts."""
-        rule = StopRule(frozenset(self.backbone.card.eos_ids), tuple(batch.task.stop_texts), batch.task.max_new_tokens)
-        answers = [Answer(rule, self.decode) for _ in batch.prompts]
-        hidden: list[list[Tensor]] = [[] for _ in batch.prompts]
-        done: dict[int, CapturedSequence] = {}
-        ids, mask = left_pad(batch.prompts)
-        cache, live = DynamicCache(), list(range(len(batch.prompts)))
-        while live:
-            states = self._pass(ids, mask, cache)
-            tokens = (states @ self.backbone.output_rows.T).argmax(dim=-1)
-            for row, index in enumerate(live):
-                if index in done:
-                    continue
-                hidden[index].append(states[row])
-                if answers[index].append(int(tokens[row])):
-                    done[index] = self._captured(batch, index, answers[index], hidden[index], cache, row)
-            ids, mask = tokens[:, None], torch.cat((mask, torch.ones(len(live), 1, dtype=mask.dtype)), dim=1)
-            ids, mask, live = self._shed(ids, mask, cache, live, done)
-        return [done[index] for index in range(len(batch.prompts))]
+    def finish(self) -> tuple[list[CapturedSequence], Work]:
+        started = time.monotonic()
+        while len(self.done) < len(self.chunk.prompts):
+            self._one_pass()
+        self.work += Work(prompts=len(self.done), busy_s=time.monotonic() - started)
+        return [self.done[index] for index in range(len(self.done))], self.work
 
-    def _pass(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = self.backbone.model.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
-        )
-        states: Tensor = output.last_hidden_state[:, -1]
-        return states
-
-    def _shed(
-        self, ids: Tensor, mask: Tensor, cache: DynamicCache, live: list[int], done: dict[int, CapturedSequence]
-    ) -> tuple[Tensor, Tensor, list[int]]:
-        writing = [row for row, index in enumerate(live) if index not in done]
-        if not writing or len(writing) >= SHED_BELOW * len(live):
-            return ids, mask, live if writing else []
-        chosen = torch.tensor(writing)
-        cache.batch_select_indices(chosen)
-        return ids[chosen], mask[chosen], [live[row] for row in writing]
-
-    def _captured(
-        self, batch: Batch, index: int, answer: Answer, hidden: list[Tensor], cache: DynamicCache, row: int
-    ) -> CapturedSequence:
-        # The last answer token was never processed: it has neither a row nor a hidden state.
-        rows = len(batch.prompts[index]) + len(answer.tokens) - 1
-        layers = [cached_rows(cache, layer) for layer in self.kv_layers]
-        keys_values = torch.stack([torch.stack((keys[row], values[row])) for keys, values in layers])
-        return CapturedSequence(
-            prompt_id=batch.prompt_ids[index],
-            prompt=batch.prompts[index],
-            answer=tuple(answer.tokens),
-            stop_reason=answer.stop_reason,
-            text=answer.text(),
-            hidden=torch.stack(hidden).clone(),
-            keys_values=keys_values[..., -rows:, :].clone(),
+    def _one_pass(self) -> None:
+        writing = [place for place, slot in enumerate(self.slots) if not slot.answer.done]
+        triples = [(place, self.slots[place].rows, self.slots[place].answer.tokens[-1]) for place in writing]
+        admissions = self._admit()
+        backbone = self.decoder.backbone
+        states = self.held.run(backbone, PackedPass(triples, admissions))
+        tokens = (states @ backbone.output_rows.T).argmax(dim=-1).tolist()
+        for place, token in zip([*writing, *(a.slot for a in admissions)], tokens, strict=True):
+            if self.slots[place].answer.append(token):
+                self._capture(place)
+        if not self.waiting:
+            self._close_gaps()
+        self.work += Work(
+            computed_tokens=sum(a.computed for a in admissions),
+            shared_tokens=sum(a.shared for a in admissions),
+            answer_tokens=len(tokens),
+            passes=1,
         )
 
+    def _admit(self) -> list[Admission]:
+        """Fill free places from the queue, until the pass is large enough."""
+        admissions: list[Admission] = []
+        free = [place for place, slot in enumerate(self.slots) if slot.answer.done]
+        free += range(len(self.slots), self.places)
+        while self.waiting and free and sum(a.computed for a in admissions) < ADMIT_TOKENS:
+            admissions.append(self._admit_one(free.pop(0), self.waiting.popleft()))
+        return admissions
 
-_worker: BatchDecoder | None = None
+    def _admit_one(self, place: int, index: int) -> Admission:
+        prompt = self.chunk.prompts[index]
+        # Free places give rows too, as long as nobody else has moved in: `slots` names whose rows a place holds.
+        shared, _, donor = max(
+            ((shared_tokens(slot.prompt, prompt[:-1]), at == place, at) for at, slot in enumerate(self.slots)),
+            default=(0, True, place),
+        )
+        slot = Slot(index, prompt, Answer(self.rule, self.decoder.decode))
+        self.slots[place : place + 1] = [slot]
+        return Admission(place, prompt, donor, shared)
+
+    def _capture(self, place: int) -> None:
+        slot = self.slots[place]
+        hidden, keys_values = self.held.captured(place, slot.rows, self.decoder.kv_layers)
+        self.done[slot.index] = CapturedSequence(
+            prompt_id=self.chunk.prompt_ids[slot.index],
+            prompt=slot.prompt,
+            answer=tuple(slot.answer.tokens),
+            stop_reason=slot.answer.stop_reason,
+            text=slot.answer.text(),
+            hidden=hidden,
+            keys_values=keys_values,
+        )
+
+    def _close_gaps(self) -> None:
+        """Move the last writers into free places: attention then reads no row of an ended answer."""
+        writers = [slot for slot in self.slots if not slot.answer.done]
+        for place in range(len(writers)):
+            if self.slots[place].answer.done:
+                source = max(at for at, slot in enumerate(self.slots) if not slot.answer.done)
+                self.held.move(source, place, self.slots[source].rows)
+                self.slots[place], self.slots[source] = self.slots[source], self.slots[place]
+        del self.slots[len(writers) :]
 
 
-def _start_worker(backbone_folder: Path, kv_layers: Sequence[int]) -> None:
+_worker: ChunkDecoder | None = None
+
+
+def _start_worker(backbone_folder: Path, kv_layers: Sequence[int], slots: int) -> None:
     global _worker  # noqa: PLW0603 - a pool hands its workers no state of their own
     torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(str(backbone_folder / "tokenizer.json"))
-    _worker = BatchDecoder(load_backbone(backbone_folder), kv_layers, tokenizer.decode)
+    _worker = ChunkDecoder(load_backbone(backbone_folder, ATTENTION), kv_layers, tokenizer.decode, slots)
 
 
-def _run_worker(task: tuple[Batch, Path]) -> int:
-    batch, folder = task
+def _run_worker(task: tuple[Chunk, Path]) -> Work:
+    chunk, folder = task
     if _worker is None:
         raise RuntimeError("the worker was not started")
-    write_shard(folder, batch.number, _worker.run(batch))
-    return len(batch.prompts)
+    sequences, work = _worker.run(chunk)
+    started = time.monotonic()
+    write_shard(folder, chunk.number, sequences)
+    return work + Work(busy_s=time.monotonic() - started)
 
 
-def distil_batches(
-    batches: Sequence[Batch], backbone_folder: Path, kv_layers: Sequence[int], folder: Path, processes: int
-) -> Iterator[int]:
-    """Decode batches into shards below ``folder``; yields the number of sequences each time a shard is whole.
+def distil_chunks(
+    chunks: Sequence[Chunk], backbone_folder: Path, kv_layers: Sequence[int], slots: int, folder: Path, processes: int
+) -> Iterator[Work]:
+    """Decode chunks into shards below ``folder``; yields each chunk's work when its shard is whole.
 
     Shards that exist already are left alone, so a killed run goes on where it stopped.
     """
-    missing = [batch for batch in batches if not shard_path(folder, batch.number).exists()]
-    # Longest first: the last batches to finish are short ones, so no core idles for long.
-    missing.sort(key=lambda batch: -len(batch.prompts[-1]))
-    work = [(batch, folder) for batch in missing]
-    yield from map_processes(_run_worker, work, processes, _start_worker, (backbone_folder, tuple(kv_layers)))
+    missing = [chunk for chunk in chunks if not shard_path(folder, chunk.number).exists()]
+    # Longest first: the last chunks to finish are short ones, so no core idles for long.
+    missing.sort(key=lambda chunk: -chunk.tokens)
+    arguments = (backbone_folder, tuple(kv_layers), slots)
+    work = [(chunk, folder) for chunk in missing]
+    yield from map_processes(_run_worker, work, processes, _start_worker, arguments)

@@ -1,8 +1,8 @@
 """Captured sequences in memory-mappable shards.
 
 Owns the shard format: one safetensors file per shard, three tensors per sequence, the texts in its metadata. It
-refuses rows that decoding would not show a head: exactly `prompt + answer - 1` rows are kept, one hidden state per
-answer token.
+refuses rows that decoding would not show a head: exactly `prompt + answer - 1` rows are kept, of keys and values as of
+hidden states; the last answer token was never processed and has none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sequence:
         prompt, answer: token ids; the answer ends with its end-of-sequence token, if that ended it.
         stop_reason: eos, stop_text or length.
         text: decoded answer, cut at the stop text.
-        hidden: states after the final norm of rows P-1 .. P+A-2, [A, hidden_size] float32.
+        hidden: states after the final norm of rows 0 .. P+A-2, [P+A-1, hidden_size] float32; row P-1+i gave answer[i].
         keys_values: cached rows 0 .. P+A-2, [kv_layers, 2, kv_heads, P+A-1, head_dim] float32.
     """
 
@@ -44,7 +44,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         rows = len(self.prompt) + len(self.answer) - 1
-        if self.hidden.shape[0] != len(self.answer) or self.keys_values.shape[3] != rows:
+        if self.hidden.shape[0] != rows or self.keys_values.shape[3] != rows:
             raise ValueError(
                 f"{self.prompt_id}: {self.hidden.shape[0]} states and {self.keys_values.shape[3]} rows "
                 f"for {len(self.prompt)} + {len(self.answer)} tokens"

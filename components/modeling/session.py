@@ -34,6 +34,12 @@ def cached_rows(cache: DynamicCache, layer: int) -> tuple[Tensor, Tensor]:
     return stored.keys, stored.values
 
 
+def top2_margin(logits: Tensor) -> float:
+    """Distance between the two highest logits, [vocab_size] float32."""
+    high, low = logits.topk(2).values.tolist()
+    return float(high - low)
+
+
 class TorchBackbone:
     """Implements :class:`components.decoding.loop.Backbone` with transformers.
 
