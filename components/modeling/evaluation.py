@@ -20,9 +20,9 @@ from components.decoding.drafting import PolicyDrafter
 from components.decoding.loop import decode_greedy
 from components.decoding.outcomes import Outcome, judge
 from components.modeling.backbone import load_backbone
-from components.modeling.equality import top2_margin
 from components.modeling.head import MTPHead
 from components.modeling.live import LiveEvaluator
+from components.modeling.session import top2_margin
 
 _worker: tuple[LiveEvaluator, dict[str, PolicyDrafter]] | None = None
 
