@@ -112,13 +112,14 @@ def good_documents(bundle: str, frozen: str = FROZEN, tasks: tuple[str, ...] = t
         rows = [{"task": task, **copy.deepcopy(row)} for task in tasks]
         return {"created_with": dict(MADE), "bundle_sha256": bundle, "tasks": rows, "overall": copy.deepcopy(row)}
 
+    modes = {"modes": {mode: {"overall": copy.deepcopy(exact)} for mode in ("head", "hybrid")}}
     return {
         "prompts": copy.deepcopy(contract),
         "distilled": copy.deepcopy(contract),
         "training": {"created_with": MADE, "backbone_sha256_before": frozen, "backbone_sha256_after": frozen},
         "evaluation": figures(exact),
         "export": {"created_with": MADE, "bundle_sha256": bundle, "parity": {"passed": True}},
-        "verification": figures(exact),
+        "verification": figures(exact) | modes,
         "benchmark": figures(fast),
     }
 

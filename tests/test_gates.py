@@ -62,6 +62,8 @@ def test_good_evidence_passes_and_names_its_bundle() -> None:
 
 
 FAULTS = [
+    ("exact match, every mode", put("verification", "modes", "head", "overall", "exact_match", value=0.99)),
+    ("exact match, every mode", put("verification", "modes", value={})),
     ("backbone after training", put("training", "backbone_sha256_after", value="0" * 64)),
     ("backbone before training", put("training", "backbone_sha256_before", value="0" * 64)),
     ("data contract of prompts", put("prompts", "passed", value=False)),

@@ -93,6 +93,8 @@ def _rules(evidence: Evidence, gates: Gates) -> Iterator[_Rule]:
     yield from _contract_rules(evidence)
     verification, benchmark = evidence.verification, evidence.benchmark
     yield from (_exact_match(verification, task, gates.exact_match) for task in tasks)
+    every_mode = _reader(_least_exact_mode, verification)
+    yield _Rule("exact match, every mode", verification, gates.exact_match, every_mode, _at_least(gates.exact_match))
     yield _floor(verification, "extra_tokens_per_pass", None, gates.extra_tokens_per_pass_overall)
     yield from (_floor(verification, "extra_tokens_per_pass", t, gates.extra_tokens_per_pass_task) for t in tasks)
     # Timed answers are answers too: a mode that differs from greedy in any repeat was not exact.
@@ -146,6 +148,12 @@ def _timed_mismatches(source: Source) -> int:
     if not isinstance(listed, list):
         raise Unusable(f"overall.mismatches is {listed!r}, not a list")
     return len(listed)
+
+
+def _least_exact_mode(source: Source) -> float:
+    """A bundle decodes under any of its policies: none of them may change a token."""
+    modes = source.names("modes")
+    return min(finite(source.at("modes", mode, "overall", "exact_match"), f"modes.{mode}") for mode in modes)
 
 
 def _contract_rules(evidence: Evidence) -> Iterator[_Rule]:
