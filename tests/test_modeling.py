@@ -105,7 +105,7 @@ def test_anchors_pair_inputs_and_targets_as_the_contract_says(backbone: Backbone
                 if anchor + step + 1 < len(answer):
                     assert int(batch.inputs[row, anchor, step]) == answer[anchor + step]
                     assert target == answer[anchor + step + 1]
-                    teacher = backbone.output_rows @ batch.teacher_hidden[row, anchor, step]
+                    teacher = backbone.output_rows @ batch.states[row, anchor + step + 1]
                     assert int(teacher.argmax()) == target, "the teacher's own choice is the target"
                 else:
                     assert target == UNSUPERVISED
@@ -121,7 +121,7 @@ def test_states_of_the_prompt_are_not_read(sequences: list[Captured]) -> None:
         hidden[: len(sequence.prompt) - 1] = float("nan")
         without.append(replace(sequence, hidden=hidden))
     one, two = collate(sequences[:5], 3, vocabulary), collate(without, 3, vocabulary)
-    assert torch.equal(one.hidden, two.hidden) and torch.equal(one.teacher_hidden, two.teacher_hidden)
+    assert torch.equal(one.hidden, two.hidden) and torch.equal(one.states, two.states)
     for row, sequence in enumerate(sequences[:5]):
         count = len(sequence.answer) - 1
         assert torch.equal(one.hidden[row, :count], sequence.hidden[len(sequence.prompt) - 1 :][:count])

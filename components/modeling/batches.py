@@ -57,9 +57,8 @@ class TrainingBatch:
     """Padded sequences and their anchors.
 
     Attributes:
-        hidden: h_p of each anchor, [batch, anchors, hidden_size] float32.
-        teacher_hidden: the backbone's state behind each target, [batch, anchors, K, hidden_size] float32; zero where
-            there is no target. Its logits are the soft targets.
+        states: the backbone's states from the first anchor's own on, [batch, anchors + K, hidden_size] float32; zero
+            behind the end. State i is h_p of anchor i, and its logits are the soft targets of anchor i-j at step j.
         inputs: tokens fed at each step, [batch, anchors, K] int64.
         targets: draft ids to be drafted at each step, [batch, anchors, K] int64; UNSUPERVISED where there is none.
         positions: p of each anchor, [batch, anchors] int64.
@@ -67,13 +66,17 @@ class TrainingBatch:
         mask: [batch, 1, anchors, rows] bool, True at rows 0..p.
     """
 
-    hidden: Tensor
-    teacher_hidden: Tensor
+    states: Tensor
     inputs: Tensor
     targets: Tensor
     positions: Tensor
     keys_values: list[tuple[Tensor, Tensor]]
     mask: Tensor
+
+    @property
+    def hidden(self) -> Tensor:
+        """h_p of each anchor, [batch, anchors, hidden_size] float32."""
+        return self.states[:, : self.positions.shape[1]]
 
     def supervised(self) -> Tensor:
         """Supervised positions at each step, [K] int64."""
@@ -101,9 +104,7 @@ def collate(sequences: Seq[Sequence], draft_length: int, vocabulary: DraftVocabu
     targets = torch.where(truth >= 0, vocabulary.target_to_draft[truth.clamp(min=0)], UNSUPERVISED)
     mask = torch.arange(rows)[None, None, None, :] <= positions[:, None, :, None]
     pairs = [(cached[layer, 0], cached[layer, 1]) for layer in range(layers)]
-    # State i is the one that gave answer token i: anchor i's own state, and the teacher of anchor i-j at step j.
-    teacher = states.unfold(1, draft_length + 1, 1)[:, :anchors, :, 1:].transpose(2, 3)
-    return TrainingBatch(states[:, :anchors], teacher, inputs, targets, positions, pairs, mask)
+    return TrainingBatch(states, inputs, targets, positions, pairs, mask)
 
 
 def batch_order(sequences: Seq[Sequence], batch_sequences: int, seed: int, epoch: int) -> list[list[int]]:

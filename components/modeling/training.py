@@ -99,20 +99,18 @@ def new_head(shape: Head, backbone: Backbone, sequences: Sequence[CapturedSequen
     )
 
 
-def draft_loss(logits: Tensor, targets: Tensor, teacher: Tensor, soft_target_weight: float) -> Tensor:
-    """Summed loss of one depth: cross-entropy to the backbone's choice mixed with cross-entropy to its distribution.
+def mixed_targets(targets: Tensor, teacher: Tensor, soft_target_weight: float) -> Tensor:
+    """What the head is to draft: the backbone's choice, mixed with its distribution; [positions, draft], rows sum to 1.
 
     Knowledge distillation (Hinton et al. 2015, arXiv 1503.02531), with the teacher cut to the draft vocabulary.
 
     Args:
-        logits: the head's, [positions, draft].
         targets: draft ids, [positions] int64.
-        teacher: the backbone's logits of the same rows, [positions, draft]; no gradient.
-        soft_target_weight: share of the second term, 0..1.
+        teacher: the backbone's distribution at the same positions, [positions, draft].
+        soft_target_weight: share of the distribution, 0..1.
     """
-    hard = F.cross_entropy(logits, targets, reduction="sum")
-    soft = F.cross_entropy(logits, teacher.softmax(dim=-1), reduction="sum")
-    return (1.0 - soft_target_weight) * hard + soft_target_weight * soft
+    mixed = teacher * soft_target_weight
+    return mixed.scatter_add_(1, targets[:, None], torch.full_like(mixed[:, :1], 1.0 - soft_target_weight))
 
 
 def draft_step_losses(
@@ -131,19 +129,20 @@ def draft_step_losses(
         embed: token ids -> embeddings as the backbone feeds them.
         draft_rows: output rows of the draft vocabulary, [draft, hidden_size].
         step_weights: one weight per depth.
-        soft_target_weight: see :func:`draft_loss`.
+        soft_target_weight: see :func:`mixed_targets`.
     """
     cos, sin = rotary_angles(batch.positions, head.config.head_dim, head.config.rope_theta)
-    state, losses, right = batch.hidden, [], []
+    anchors, state, losses, right = batch.positions.shape[1], batch.hidden, [], []
+    with torch.no_grad():  # one state teaches up to K anchors: its distribution is computed once
+        teacher = (batch.states @ draft_rows.T).softmax(dim=-1)
     for step in range(len(step_weights)):
         state = head(embed(batch.inputs[..., step]), state, batch.keys_values, batch.mask, cos, sin)
         targets = batch.targets[..., step]
         chosen = targets != UNSUPERVISED
         logits = state[chosen] @ draft_rows.T
-        with torch.no_grad():
-            teacher = batch.teacher_hidden[:, :, step][chosen] @ draft_rows.T
         count = max(int(chosen.sum()), 1)
-        losses.append(draft_loss(logits, targets[chosen], teacher, soft_target_weight) / count)
+        wanted = mixed_targets(targets[chosen], teacher[:, step + 1 :][:, :anchors][chosen], soft_target_weight)
+        losses.append(F.cross_entropy(logits, wanted, reduction="sum") / count)
         right.append((logits.detach().argmax(dim=-1) == targets[chosen]).sum() / count)
     per_depth = torch.stack(losses)
     return StepResult((per_depth * torch.tensor(step_weights)).sum(), per_depth.detach(), torch.stack(right))
