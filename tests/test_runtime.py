@@ -15,8 +15,9 @@ from components.core.errors import UserError
 from components.core.manifest import MANIFEST_FILE
 from components.decoding.lookup import PromptLookup
 from components.decoding.stopping import Answer, StopRule
+from components.devices.shared_rows import look_at_addresses
 from components.modeling.backbone import load_backbone
-from components.onnx.runtime import Bundle, open_bundle
+from components.onnx.runtime import Bundle, open_bundle, share
 from helpers_bundle import DRAFT_LENGTH, MAX_LENGTH, SLOTS, Oracle, random_head, tiny_bundle
 
 PROMPT = [7, 30, 41, 52, 63, 70, 81, 92]
@@ -59,6 +60,20 @@ def test_buffers_are_written_in_place_and_never_move(bundle: Bundle) -> None:
         written = np.abs(array[0, 0]).sum(axis=-1) > 0
         assert written[: side.length].all()
         assert not written[side.length + DRAFT_LENGTH + 2 :].any()
+
+
+def test_the_head_owns_no_keys_and_values(bundle: Bundle) -> None:
+    """By the addresses of what its session reads; one copied buffer, of the same content, is found out."""
+    side, head = bundle.backbone, bundle.head
+    seen = look_at_addresses(bundle, PROMPT, DRAFT_LENGTH)
+    assert (seen.buffers, seen.owned_bytes) == (4, 0)
+    assert seen.shared_bytes == sum(side.buffers[name].nbytes for name in head.keys_values)
+    name = next(iter(head.keys_values))
+    head.bind_rows(name, share(side.buffers[name].copy()))
+    with pytest.raises(RuntimeError, match=f"{side.buffers[name].nbytes} bytes of them its own"):
+        look_at_addresses(bundle, PROMPT, DRAFT_LENGTH)
+    head.bind_rows(name, side.values[name])
+    assert look_at_addresses(bundle, PROMPT, DRAFT_LENGTH) == seen
 
 
 def test_outputs_of_the_graph_are_the_inputs(bundle: Bundle) -> None:

@@ -220,6 +220,9 @@ class OrtHead:
     """Implements :class:`components.decoding.drafting.StepDrafter`; reads the backbone's buffers where they lie.
 
     A step's outputs are the next step's inputs, so there are two sets of output buffers, written in turn.
+
+    Attributes:
+        keys_values: by input name, what is bound as keys and values: the backbone's own OrtValues.
     """
 
     def __init__(self, session: Any, manifest: Manifest, backbone: OrtBackbone) -> None:
@@ -234,14 +237,19 @@ class OrtHead:
             }
             for _ in range(2)
         ]
-        self._shared = {"valid_rows": share(self._valid_rows)} | {
-            tensor.name: backbone.values[tensor.name]
-            for tensor in manifest.graphs["head"].inputs
-            if tensor.name in backbone.values
-        }
+        self.keys_values: dict[str, Any] = {}
         self._first = self._bind({"token": share(self._token)}, self._outputs[0])
         self._later = [self._bind(self._inputs_from(1 - turn), self._outputs[turn]) for turn in range(2)]
         self._steps = 0
+        for tensor in manifest.graphs["head"].inputs:
+            if tensor.name in backbone.values:
+                self.bind_rows(tensor.name, backbone.values[tensor.name])
+
+    def bind_rows(self, name: str, value: Any) -> None:
+        """Read keys or values ``name`` from the memory of ``value`` from now on."""
+        for binding in (self._first, *self._later):
+            binding.bind_ortvalue_input(name, value)
+        self.keys_values[name] = value
 
     def begin(self, token: int) -> None:
         """Start a round behind ``token``; the backbone must have processed everything before it."""
@@ -264,7 +272,7 @@ class OrtHead:
 
     def _bind(self, inputs: dict[str, Any], outputs: dict[str, NDArray[Any]]) -> Any:
         binding = self._session.io_binding()
-        for name, value in (self._shared | inputs).items():
+        for name, value in ({"valid_rows": share(self._valid_rows)} | inputs).items():
             binding.bind_ortvalue_input(name, value)
         for name, array in outputs.items():
             binding.bind_ortvalue_output(name, share(array))
