@@ -47,7 +47,8 @@ def say(text: str) -> None:
 @app.command()
 def repro(
     stages: Annotated[
-        list[str] | None, typer.Argument(metavar="[STAGE]...", help="stages of dvc.yaml; none: all")
+        list[str] | None,
+        typer.Argument(metavar="[STAGE]...", help="stages of dvc.yaml; none: all but those on demand (compare)"),
     ] = None,
 ) -> None:
     """Bring every result up to date and show the table (exit 1 when the gate refuses); or STAGE and what it needs."""
@@ -82,10 +83,13 @@ def release() -> None:
 
 
 def _print_report() -> bool | None:
+    from pipelines.comparison import comparison_lines
     from pipelines.report import load_report, render_text
 
     report_ = load_report()
     say(render_text(report_))
+    for line in comparison_lines():
+        say(line)
     return report_.passed
 
 

@@ -186,6 +186,27 @@ class Benchmark(Strict):
     lookup_ngram: Positive
 
 
+class Standalone(Strict):
+    """Shape of the standalone baseline, a small Llama over the head's draft vocabulary."""
+
+    layers: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    heads: Positive = Field(description="attention heads; each has keys and values of its own")
+
+
+class Compare(Strict):
+    """Baselines on the head's own answers, with the settings and epochs of section `train`."""
+
+    seed: int
+    prompts_per_task: Positive
+    standalone: Standalone
+    finetune_epochs: Positive = Field(description="more epochs of the standalone drafter, on one task's answers each")
+    medusa_blocks: Positive = Field(description="residual blocks in each of the K towers")
+    prompt_lengths: tuple[Positive, ...] = Field(min_length=1, description="prompts timed to the first draft")
+    timing_repeats: Positive
+
+
 class Gates(Strict):
     """Floors that a release must meet."""
 
@@ -220,6 +241,7 @@ class Params(Strict):
     evaluate: Evaluate
     verify: Verify
     benchmark: Benchmark
+    compare: Compare
     gates: Gates
     registry: Registry
 

@@ -71,8 +71,15 @@ class LiveEvaluator:
         answer = self.new_answer(prompt)
         return answer, list(decode_with_drafts(self.session, drafter, prompt.prompt_ids, answer, draft_length))
 
+    def plain(self, prompt: Prompt) -> tuple[Answer, list[float]]:
+        """Decode one token at a time; the answer and the top-2 margin of each of its tokens."""
+        answer, margins = self.new_answer(prompt), []
+        for _ in decode_greedy(self.session, prompt.prompt_ids, answer):
+            margins.append(top2_margin(self.session.logits[-1]))
+        return answer, margins
+
     def new_answer(self, prompt: Prompt) -> Answer:
-        """An empty answer under the task's stop rule."""
+        """An empty answer under the stop rule of the prompt's task."""
         task = self.tasks[prompt.task]
         eos_ids = frozenset(self.session.backbone.card.eos_ids)
         return Answer(StopRule(eos_ids, tuple(task.stop_texts), task.max_new_tokens), self.decode)

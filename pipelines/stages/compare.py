@@ -1,0 +1,136 @@
+"""Stage `compare`, on demand: the head against baselines trained on the same answers, and the memory that it saves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from tokenizers import Tokenizer
+
+from components.baselines.contest import Contender, Timed, drafter_rows, run_contest
+from components.baselines.memory import memory_rows, memory_saved
+from components.baselines.roster import GENERIC, MTP, Roster
+from components.core.errors import UserError, exits_cleanly
+from components.core.files import read_json, sha256_file, write_json
+from components.core.host import host_card, resolve_threads
+from components.core.paths import (
+    ANSWERS,
+    BACKBONE,
+    BUNDLE,
+    COMPARISON_REPORT,
+    FEATURES,
+    HEAD,
+    PROMPTS,
+    TEMPLATES,
+    TRAINING_REPORT,
+    WORK,
+)
+from components.core.progress import Progress
+from components.data.table import Prompt, first_of_each_task, read_prompts, read_templates
+from components.decoding.bootstrap import Bootstrap
+from components.devices.shared_rows import look_at_addresses
+from components.modeling.answers import training_prompts
+from components.modeling.backbone import load_backbone
+from components.modeling.features import Sequence, read_shards
+from components.modeling.head import MTPHead
+from components.modeling.live import LiveEvaluator
+from components.onnx.runtime import open_bundle
+from pipelines.stages.common import stage_params
+
+
+def training_sequences() -> dict[str, list[Sequence]]:
+    """The answers that trained the head, by task.
+
+    Raises:
+        UserError: there are none.
+    """
+    answers = pd.read_parquet(ANSWERS)
+    tasks = dict(zip(answers["prompt_id"], answers["task"], strict=True))
+    wanted = training_prompts(answers)
+    found: dict[str, list[Sequence]] = {}
+    for sequence in read_shards(FEATURES):
+        if sequence.prompt_id in wanted:
+            found.setdefault(tasks[sequence.prompt_id], []).append(sequence)
+    if not found:
+        raise UserError("no answer is fit for training", f"{len(answers)} answers", "check data/distilled")
+    return found
+
+
+def work_folder(params: Any) -> Path:
+    """Folder of finished weights; its name changes with data, backbone, draft vocabulary and parameters."""
+    files = [sha256_file(path) for path in (ANSWERS, BACKBONE / "source.json", HEAD / "config.json")]
+    key = json.dumps([files, params.train.model_dump(), params.compare.model_dump(mode="json")], sort_keys=True)
+    return WORK / f"compare-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def cost_of_head(epochs: int) -> dict[str, Any]:
+    """What the head's own training reports, in the baselines' words."""
+    report = read_json(TRAINING_REPORT, "run `mtp repro train`")
+    seen = epochs * report["supervised_positions"][0]
+    return {"epochs": epochs, "steps": report["steps"], "supervised_answer_tokens": seen}
+
+
+def drafter_document(contender: Contender, outcomes: list[Timed], tasks: list[str], params: Any) -> dict[str, Any]:
+    """Everything about one drafter but its bytes."""
+    bootstrap = Bootstrap(params.evaluate.bootstrap_samples, params.evaluate.seed)
+    return {
+        "name": contender.name,
+        "about": contender.about,
+        "parameters": contender.parameters or None,
+        "training": dict(contender.training),
+        **drafter_rows(outcomes, tasks, bootstrap),
+    }
+
+
+def compare(params: Any, evaluator: LiveEvaluator, prompts: list[Prompt], folder: Path) -> dict[str, Any]:
+    """Train, decode, measure; plain data for JSON."""
+    settings, length = params.compare, params.train.draft_length
+    torch.set_num_threads(resolve_threads(params.runtime.threads))
+    head = MTPHead.from_pretrained(HEAD)
+    roster = Roster(evaluator, head, training_sequences(), params.train, settings, folder)
+    contenders = roster.contenders(cost_of_head(params.train.epochs), params.benchmark.lookup_ngram)
+    torch.set_num_threads(1)
+    progress = Progress("compare", len(prompts), "prompts")
+    outcomes = run_contest(evaluator, contenders, prompts, length, progress.advance)
+    tokens = [token for prompt in prompts for token in prompt.prompt_ids]
+    memory = memory_rows(
+        contenders, evaluator.session, tokens, settings.prompt_lengths, length, settings.timing_repeats
+    )
+    tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
+    bundle = open_bundle(BUNDLE, 1)
+    return {
+        "drafters": [drafter_document(one, outcomes[one.name], tasks, params) for one in contenders],
+        "memory": memory,
+        "memory_saved": memory_saved(memory, MTP, GENERIC),
+        "head_in_bundle": asdict(look_at_addresses(bundle, prompts[0].prompt_ids, length))
+        | {"bundle_sha256": bundle.sha256},
+    }
+
+
+@exits_cleanly
+def main() -> None:
+    """Write comparison.json."""
+    params = stage_params("compare")
+    torch.use_deterministic_algorithms(True)
+    settings, folder = params.compare, work_folder(params)
+    prompts = first_of_each_task(read_prompts(PROMPTS), "test", settings.prompts_per_task)
+    decode = Tokenizer.from_file(str(BACKBONE / "tokenizer.json")).decode
+    rows = max(params.runtime.max_length, max(settings.prompt_lengths) + params.train.draft_length + 2)
+    evaluator = LiveEvaluator(load_backbone(BACKBONE), prompts, read_templates(TEMPLATES), decode, rows)
+    document = compare(params, evaluator, prompts, folder)
+    created = host_card("torch", "transformers", "onnxruntime").as_dict()
+    created |= {"threads": 1, "precision": "float32", "runtime": "torch", "draft_length": params.train.draft_length}
+    write_json(COMPARISON_REPORT, {"created_with": created, **document})
+    shutil.rmtree(folder, ignore_errors=True)
+    figures = {one["name"]: one["overall"]["extra_tokens_per_pass"] for one in document["drafters"]}
+    print("compare: extra tokens per pass " + ", ".join(f"{name} {figure:.2f}" for name, figure in figures.items()))
+
+
+if __name__ == "__main__":
+    main()

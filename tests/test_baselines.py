@@ -1,0 +1,438 @@
+"""Baselines on a tiny random model: each decodes the plain text, each learns, each keeps exactly what it should."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import DynamicCache
+
+from components.baselines.assisted import AssistedGeneration, Pass, cut, rounds_of
+from components.baselines.contest import Contender, Outcome, drafter_rows, run_contest
+from components.baselines.eagle import EagleDrafter, EagleHead, unrolled_states
+from components.baselines.medusa import MedusaDrafter, MedusaHeads
+from components.baselines.memory import (
+    LiveBytes,
+    bytes_of,
+    long_context,
+    measure_first_draft,
+    memory_rows,
+    memory_saved,
+)
+from components.baselines.roster import (
+    ASSISTED_LOOKUP,
+    ASSISTED_MODEL,
+    EAGLE,
+    GENERIC,
+    LOOKUP,
+    MEDUSA,
+    MTP,
+    TUNED,
+    Roster,
+)
+from components.baselines.standalone import StandaloneDrafter, new_standalone
+from components.baselines.training import Fitted, fit_once, supervised_tokens
+from components.core.config import Compare, Head, Standalone, Train
+from components.core.manifest import TaskPrompt
+from components.data.table import Prompt
+from components.decoding.loop import Drafter, decode_greedy, decode_with_drafts, longest_match
+from components.decoding.metrics import count_rounds
+from components.decoding.stopping import Answer, StopRule
+from components.modeling.backbone import Backbone, load_backbone
+from components.modeling.batches import collate, make_vocabulary
+from components.modeling.distill import BatchDecoder, make_batches
+from components.modeling.features import Sequence as Captured
+from components.modeling.head import MTPHead
+from components.modeling.live import LiveEvaluator
+from components.modeling.session import TorchBackbone
+from components.modeling.training import new_head
+from pipelines import comparison
+from pipelines.stages.common import default_stages, load_stages
+
+K, BUDGET = 3, 12
+NAMES = (MTP, LOOKUP, MEDUSA, EAGLE, GENERIC, TUNED, ASSISTED_MODEL, ASSISTED_LOOKUP)
+TASKS = {name: TaskPrompt(rendered="{text}", stop_texts=(), max_new_tokens=BUDGET) for name in ("one", "two")}
+SHAPE = Standalone(layers=2, hidden_size=64, intermediate_size=96, heads=2)
+COMPARE = Compare(
+    seed=1,
+    prompts_per_task=2,
+    standalone=SHAPE,
+    finetune_epochs=10,
+    medusa_blocks=2,
+    prompt_lengths=(8, 20),
+    timing_repeats=2,
+)
+TRAIN = Train(
+    seed=1,
+    draft_length=K,
+    step_weights=(0.5, 0.3, 0.2),
+    soft_target_weight=0.5,
+    epochs=50,
+    batch_sequences=8,
+    learning_rate=0.003,
+    warmup_share=0.05,
+    weight_decay=0.0,
+    clip_norm=1.0,
+    validate_prompts_per_task=1,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def backbone(tiny_backbone_dir: Path) -> Backbone:
+    return load_backbone(tiny_backbone_dir)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    generator = torch.Generator().manual_seed(4)
+    ids = [torch.randint(3, 300, (4 + i,), generator=generator).tolist() for i in range(16)]
+    return [Prompt(f"p{i:02d}", ("one", "two")[i % 2], "test", "", {}, "", tuple(one)) for i, one in enumerate(ids)]
+
+
+@pytest.fixture(scope="module")
+def evaluator(backbone: Backbone, prompts: list[Prompt], tiny_backbone_dir: Path) -> LiveEvaluator:
+    decode = Tokenizer.from_file(str(tiny_backbone_dir / "tokenizer.json")).decode
+    return LiveEvaluator(backbone, prompts, TASKS, decode, 96)
+
+
+@pytest.fixture(scope="module")
+def sequences(backbone: Backbone, prompts: list[Prompt], evaluator: LiveEvaluator) -> dict[str, list[Captured]]:
+    """Answers to the first twelve prompts; the last four are never trained on."""
+    rows = [(prompt.prompt_id, prompt.task, list(prompt.prompt_ids)) for prompt in prompts[:12]]
+    decoder = BatchDecoder(backbone, (1, 2), evaluator.decode)
+    found: dict[str, list[Captured]] = {name: [] for name in TASKS}
+    for batch in make_batches(rows, TASKS, 6):
+        for sequence in decoder.run(batch):
+            found["one" if int(sequence.prompt_id[1:]) % 2 == 0 else "two"].append(sequence)
+    return found
+
+
+@pytest.fixture(scope="module")
+def head(backbone: Backbone, sequences: dict[str, list[Captured]]) -> MTPHead:
+    shape = Head(kv_layers=(1, 2), intermediate_size=96, draft_vocabulary_size=314)
+    return new_head(shape, backbone, [s for part in sequences.values() for s in part], seed=0).eval()
+
+
+@pytest.fixture(scope="module")
+def contenders(
+    evaluator: LiveEvaluator,
+    head: MTPHead,
+    sequences: dict[str, list[Captured]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Contender]:
+    roster = Roster(evaluator, head, sequences, TRAIN, COMPARE, tmp_path_factory.mktemp("weights"))
+    return {contender.name: contender for contender in roster.contenders({"epochs": 1}, 3)}
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    evaluator: LiveEvaluator, contenders: dict[str, Contender], prompts: list[Prompt]
+) -> dict[str, list[Outcome]]:
+    return run_contest(evaluator, list(contenders.values()), prompts, K, lambda: None)
+
+
+def drafter(contender: Contender) -> Any:
+    assert contender.drafter is not None
+    return contender.drafter
+
+
+def decoded(session: TorchBackbone, one: Drafter, prompt: Sequence[int], evaluator: LiveEvaluator) -> list[int]:
+    answer = Answer(StopRule(frozenset(), (), BUDGET), evaluator.decode)
+    list(decode_with_drafts(session, one, prompt, answer, K))
+    return answer.tokens
+
+
+def greedy(session: TorchBackbone, prompt: Sequence[int], evaluator: LiveEvaluator) -> list[int]:
+    answer = Answer(StopRule(frozenset(), (), BUDGET), evaluator.decode)
+    list(decode_greedy(session, prompt, answer))
+    return answer.tokens
+
+
+# --- the contest ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_drafter_gives_the_plain_text(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    assert len(outcomes[name]) == 16
+    assert not [one.compared.mismatch for one in outcomes[name] if one.compared.mismatch is not None]
+
+
+@pytest.mark.parametrize("name", [MEDUSA, EAGLE, GENERIC, TUNED, ASSISTED_MODEL])
+def test_every_baseline_learns_its_text(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    def tau(rows: list[Outcome]) -> float:
+        counts = [one.compared.counts for one in rows]
+        return sum(c.tokens for c in counts) / sum(c.passes for c in counts)
+
+    known, unknown = outcomes[name][:12], outcomes[name][12:]
+    assert tau(known) > 2.5 > 2.0 > tau(unknown)
+
+
+def test_transformers_and_our_loop_accept_the_same_drafts(outcomes: dict[str, list[Outcome]]) -> None:
+    """The same drafter in another's loop: rounds differ in place only, since that one drafts from the start."""
+    for ours, theirs in zip(outcomes[TUNED], outcomes[ASSISTED_MODEL], strict=True):
+        assert theirs.compared.counts.tokens == ours.compared.counts.tokens + 1
+        assert abs(theirs.compared.counts.passes - ours.compared.counts.passes) <= 1
+
+
+def test_the_rows_hold_every_figure(outcomes: dict[str, list[Outcome]], contenders: dict[str, Contender]) -> None:
+    for name in NAMES:
+        document = json.loads(json.dumps(drafter_rows(outcomes[name], list(TASKS), K, 50, 3)))
+        assert [row["task"] for row in document["tasks"]] == ["one", "two"]
+        for row in [*document["tasks"], document["overall"]]:
+            low, high = row["extra_tokens_per_pass_interval"]
+            assert low <= row["extra_tokens_per_pass"] <= high
+            assert row["extra_tokens_per_pass"] == pytest.approx(row["acceptance_length"] - 1)
+            assert len(row["conditional_acceptance"]) == K
+            assert row["exact_match"] == 1.0 and row["mismatches"] == []
+            assert set(row["draft_ms_per_step"]) == set(row["prompt_pass_ms"]) == {"median", "samples"}
+        if name not in (ASSISTED_LOOKUP, LOOKUP):
+            assert document["overall"]["draft_ms_per_step"]["samples"] > 10
+            assert contenders[name].training or name == ASSISTED_MODEL
+
+
+def test_baselines_get_the_epochs_and_answers_of_the_head(
+    contenders: dict[str, Contender], sequences: dict[str, list[Captured]]
+) -> None:
+    vocabulary = make_vocabulary(range(314), 314)
+    seen = TRAIN.epochs * sum(supervised_tokens(part, vocabulary) for part in sequences.values())
+    assert seen == TRAIN.epochs * sum(len(s.answer) - 1 for part in sequences.values() for s in part)
+    for training in (contenders[MEDUSA].training, contenders[EAGLE].training, contenders[GENERIC].training[GENERIC]):
+        assert (training["epochs"], training["supervised_answer_tokens"]) == (TRAIN.epochs, seen)
+        assert training["skipped_batches"] == 0
+    assert set(contenders[TUNED].training) == {GENERIC, f"{TUNED}-one", f"{TUNED}-two"}
+
+
+def test_finished_weights_are_not_trained_again(tmp_path: Path) -> None:
+    def never() -> Fitted:
+        raise AssertionError("trained twice")
+
+    fitted = Fitted(2, 3, 0, 40, 1.5, 1)
+    one, other = (MedusaHeads(8, 2, 1) for _ in range(2))
+    with torch.no_grad():
+        one.towers[0][0].linear.weight.normal_()  # type: ignore[index, union-attr]
+    assert fit_once(tmp_path / "w.safetensors", one, lambda: fitted) == fitted
+    assert fit_once(tmp_path / "w.safetensors", other, never) == fitted
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def test_eagle_forgets_rejected_rows(evaluator: LiveEvaluator, contenders: dict[str, Contender]) -> None:
+    """After rounds with rejections, rows and drafts are those of a pass over the whole context at once."""
+    trained = drafter(contenders[EAGLE])
+    session = TorchBackbone(evaluator.session.backbone, 64)
+    used = EagleDrafter(trained.head, session, trained.draft_rows, trained.draft_to_target)
+    prompt = [9, 8, 7, 200, 31]
+    truth = greedy(TorchBackbone(evaluator.session.backbone, 64), prompt, evaluator)
+    context = [*prompt, session.prefill(prompt)]
+    for accepted in (0, 2, 0, 1):
+        used.propose(context, K)
+        done = len(context) - len(prompt)
+        right = truth[done : done + accepted]
+        wrong = [(truth[done + accepted] + 1) % 300] * (K - accepted)
+        answers = session.verify([context[-1], *right, *wrong])
+        session.keep(longest_match([*right, *wrong], answers) + 1)
+        context += answers[: accepted + 1]
+        assert context == [*prompt, *truth[: done + accepted + 1]]
+    drafts = used.propose(context, K)
+    clean = TorchBackbone(evaluator.session.backbone, 64)
+    clean.prefill(context[:-1])
+    fresh = EagleDrafter(trained.head, clean, trained.draft_rows, trained.draft_to_target)
+    assert fresh.propose(context, K) == drafts
+    for (keys, values), (wanted_keys, wanted_values) in zip(used.rows, fresh.rows, strict=True):
+        assert keys.shape[2] == clean.length == session.length
+        torch.testing.assert_close(keys, wanted_keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(values, wanted_values, rtol=1e-4, atol=1e-4)
+    assert decoded(session, used, prompt, evaluator) == decoded(session, used, prompt, evaluator) == truth
+
+
+def test_eagle_refuses_rows_that_it_never_saw(evaluator: LiveEvaluator, contenders: dict[str, Contender]) -> None:
+    trained = drafter(contenders[EAGLE])
+    session = TorchBackbone(evaluator.session.backbone, 64)
+    late = EagleDrafter(trained.head, session, trained.draft_rows, trained.draft_to_target)
+    context = [9, 8, 7, session.prefill([9, 8, 7])]
+    context += session.verify(context[-1:])
+    session.keep(1)
+    with pytest.raises(RuntimeError, match="never seen"):
+        late.propose(context, K)
+
+
+def test_eagle_trains_on_what_it_sees_when_it_drafts(
+    backbone: Backbone, contenders: dict[str, Contender], sequences: dict[str, list[Captured]]
+) -> None:
+    """States of the batched unroll are those of row-by-row decoding with the same tokens."""
+    trained: EagleHead = drafter(contenders[EAGLE]).head
+    batch = collate(sequences["one"][:3], K, make_vocabulary(range(314), 314))
+    states = unrolled_states(trained, backbone.embed, sequences["one"][:3], batch)
+    for row, sequence in enumerate(sequences["one"][:3]):
+        tokens = torch.tensor([sequence.prompt + sequence.answer])
+        for anchor in range(len(sequence.answer) - K):
+            last = len(sequence.prompt) - 1 + anchor
+            embedding = backbone.embed(tokens[:, 1 : last + 2])
+            state, rows = trained.extend(embedding, sequence.hidden[None, : last + 1], trained.no_rows(1))
+            for depth in range(K):
+                torch.testing.assert_close(states[depth][row, anchor], state[0, -1], rtol=1e-4, atol=1e-4)
+                following = backbone.embed(tokens[:, last + 2 + depth : last + 3 + depth])
+                state, rows = trained.extend(following, state[:, -1:], rows)
+
+
+def test_the_standalone_cache_is_that_of_a_fresh_pass(
+    evaluator: LiveEvaluator, contenders: dict[str, Contender], prompts: list[Prompt]
+) -> None:
+    model = drafter(contenders[GENERIC]).model
+    for prompt in prompts[10:]:
+        used = StandaloneDrafter(model)
+        decoded(evaluator.session, used, prompt.prompt_ids, evaluator)
+        fresh = DynamicCache()
+        with torch.inference_mode():
+            model.model(input_ids=torch.tensor([used.seen]), cache=fresh, use_cache=True)
+        for mine, wanted in zip(used.cache.layers, fresh.layers, strict=True):
+            assert mine.keys.shape[2] == len(used.seen)
+            torch.testing.assert_close(mine.keys, wanted.keys, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(mine.values, wanted.values, rtol=1e-4, atol=1e-4)
+
+
+def test_the_standalone_drafts_what_a_fresh_one_drafts(contenders: dict[str, Contender]) -> None:
+    model = drafter(contenders[GENERIC]).model
+    used, context = StandaloneDrafter(model), [9, 8, 7, 200, 31, 7]
+    for step in range(6):
+        drafts = used.propose(context, K)
+        assert drafts == StandaloneDrafter(model).propose(context, K)
+        context = [*context, *drafts[: step % (K + 1)], 40 + step]
+    assert used.propose([5, 6], K) == StandaloneDrafter(model).propose([5, 6], K)
+
+
+def test_a_token_outside_the_vocabulary_is_read_and_never_drafted(backbone: Backbone) -> None:
+    vocabulary = make_vocabulary(range(0, 314, 2), 314)
+    model = new_standalone(SHAPE, backbone.card, vocabulary, 0).eval()
+    drafts = StandaloneDrafter(model).propose([3, 5, 7, 8], K)
+    assert len(drafts) == K and all(token % 2 == 0 for token in drafts)
+    logits = model(input_ids=torch.tensor([[3, 5, 7, 8]])).logits
+    assert logits.shape == (1, 4, 314)
+    assert int(logits[0, -1].argmax()) == drafts[0]
+
+
+# --- assisted generation --------------------------------------------------------------------------------------------
+
+
+def test_a_perfect_assistant_needs_the_fewest_passes(evaluator: LiveEvaluator, prompts: list[Prompt]) -> None:
+    """A copy of the backbone assists it: every pass gives K + 1 tokens, the prompt pass too, as counted by the hook."""
+    backbone = evaluator.session.backbone
+    assisted = AssistedGeneration(backbone, evaluator.decode, copy.deepcopy(backbone.model))
+    rule = StopRule(frozenset(), (), BUDGET)
+    answer, rounds = assisted.generate(prompts[0].prompt_ids, rule, K)
+    assert len(answer.tokens) == BUDGET
+    counts = count_rounds(rounds, K)
+    assert counts.tokens == BUDGET
+    assert counts.passes == BUDGET // (K + 1)
+
+
+def test_rounds_are_rebuilt_from_widths() -> None:
+    """Two of three drafts right behind the prompt, then none, then a run that goes beyond the end of the answer."""
+    passes = [Pass(0, (1, 2, 11, 12, 99), 0.1), Pass(4, (13, 98, 98, 98), 0.1), Pass(5, (14, 15, 16, 17), 0.1)]
+    rounds = rounds_of(passes, 2, [11, 12, 13, 14, 15, 16, 17, 18], kept=6)
+    assert [one.emitted for one in rounds] == [(), (11, 12, 13), (14,), (15, 16)]
+    assert [one.drafted for one in rounds[1:]] == [(11, 12, 99), (98, 98, 98), (15, 16, 17)]
+    assert [one.accepted for one in rounds] == [0, 2, 0, 2]
+    counts = count_rounds(rounds, 3)
+    assert (counts.passes, counts.tokens) == (3, 6)
+    assert (counts.reached, counts.accepted) == ((3, 2, 1), (2, 2, 0))
+
+
+def test_an_answer_is_cut_where_our_rule_ends_it() -> None:
+    rule = StopRule(frozenset({7}), (), 5)
+    assert cut([1, 2, 7, 4], rule, str).tokens == [1, 2, 7]
+    assert cut(range(10, 20), rule, str).tokens == [10, 11, 12, 13, 14]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_live_bytes_sees_what_stays_and_what_goes() -> None:
+    outside = torch.randn(10, 10)
+    with LiveBytes() as counted:
+        kept = [outside + 1]
+        (outside @ outside).view(-1)
+        outside.view(-1)[:5].add_(1)
+    assert (counted.live, counted.peak) == (400, 800)
+    kept.clear()
+    assert counted.live == 0
+    assert bytes_of([outside, outside[:2], torch.zeros(3)]) == 412
+
+
+def test_only_drafters_with_a_cache_own_keys_and_values(contenders: dict[str, Contender], backbone: Backbone) -> None:
+    session, length = drafter(contenders[EAGLE]).session, 20
+    context, _ = long_context(session, list(range(3, 40)), length)
+    kept = {
+        name: measure_first_draft(drafter(contenders[name]), context, K, 2)
+        for name in NAMES
+        if contenders[name].drafter is not None
+    }
+    card = backbone.card
+    assert kept[MTP].kv_bytes == kept[MEDUSA].kv_bytes == kept[LOOKUP].kv_bytes == 0
+    assert kept[EAGLE].kv_bytes == 2 * 2 * 4 * length * card.kv_heads * card.head_dim
+    assert kept[GENERIC].kv_bytes == SHAPE.layers * 2 * 4 * SHAPE.hidden_size * (length + K)
+    assert all(one.first_draft_ms > 0 and one.samples == 2 for one in kept.values())
+    assert kept[GENERIC].activations_bytes > 4 * length * SHAPE.hidden_size
+    assert kept[MTP].activations_bytes > 0
+
+
+def test_a_cache_that_nobody_declared_is_found_out(contenders: dict[str, Contender]) -> None:
+    class Hoarder(MedusaDrafter):
+        def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+            self.hoard = self.session.last_hidden.clone()
+            return super().propose(tokens, limit)
+
+    honest = drafter(contenders[MEDUSA])
+    context, _ = long_context(honest.session, [5, 6, 7], 8)
+    hoarder = Hoarder(honest.heads, honest.session, honest.draft_rows, honest.draft_to_target)
+    assert measure_first_draft(hoarder, context, K, 1).kv_bytes == 4 * 64
+
+
+def test_the_memory_table_adds_up(
+    contenders: dict[str, Contender],
+    outcomes: dict[str, list[Outcome]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = drafter(contenders[EAGLE]).session
+    rows = memory_rows(list(contenders.values()), session, list(range(3, 40)), (8, 20), K, 2)
+    assert len(rows) == 2 * 6
+    kinds = ("weights_bytes", "copied_rows_bytes", "kv_bytes", "activations_bytes")
+    assert all(row["total_bytes"] == sum(row[kind] for kind in kinds) for row in rows)
+    saved = memory_saved(rows, MTP, GENERIC)
+    assert [row["prompt_tokens"] for row in saved] == [8, 20]
+    assert saved[1]["kv_bytes"] > saved[0]["kv_bytes"] > 0
+    drafters = [
+        {"name": name, "parameters": contenders[name].parameters or None}
+        | drafter_rows(outcomes[name], list(TASKS), K, 20, 1)
+        for name in NAMES
+    ]
+    made = {"cpu": "a cpu", "threads": 1, "precision": "float32"}
+    monkeypatch.chdir(tmp_path)
+    assert comparison.comparison_lines() == []
+    file = comparison.paths.COMPARISON_REPORT
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"created_with": made, "drafters": drafters, "memory": rows, "memory_saved": saved}))
+    text = "\n".join(comparison.comparison_lines())
+    assert all(name in text for name in NAMES)
+    assert "saved MB" in text and "16 prompts" in text
+
+
+# --- the stage ----------------------------------------------------------------------------------------------------
+
+
+def test_the_comparison_runs_on_demand_only() -> None:
+    assert set(load_stages()) - set(default_stages()) == {"compare"}
