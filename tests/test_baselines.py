@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer
 from transformers import DynamicCache
 
@@ -38,21 +40,27 @@ from components.baselines.roster import (
 )
 from components.baselines.standalone import StandaloneDrafter, new_standalone
 from components.baselines.training import Fitted, fit_once, supervised_tokens
+from components.core import paths
 from components.core.config import Compare, Head, Standalone, Train
+from components.core.files import write_json
 from components.core.manifest import TaskPrompt
-from components.data.table import Prompt
+from components.data.table import Prompt, write_prompts, write_templates
 from components.decoding.loop import Drafter, decode_greedy, decode_with_drafts, longest_match
 from components.decoding.metrics import count_rounds
 from components.decoding.stopping import Answer, StopRule
+from components.modeling.answers import collect_answers, write_table
 from components.modeling.backbone import Backbone, load_backbone
 from components.modeling.batches import collate, make_vocabulary
 from components.modeling.distill import BatchDecoder, make_batches
 from components.modeling.features import Sequence as Captured
+from components.modeling.features import write_shard
 from components.modeling.head import MTPHead
 from components.modeling.live import LiveEvaluator
 from components.modeling.session import TorchBackbone
 from components.modeling.training import new_head
+from helpers_bundle import tiny_bundle
 from pipelines import comparison
+from pipelines.stages import compare
 from pipelines.stages.common import default_stages, load_stages
 
 K, BUDGET = 3, 12
@@ -423,7 +431,7 @@ def test_the_memory_table_adds_up(
     made = {"cpu": "a cpu", "threads": 1, "precision": "float32"}
     monkeypatch.chdir(tmp_path)
     assert comparison.comparison_lines() == []
-    file = comparison.paths.COMPARISON_REPORT
+    file = paths.COMPARISON_REPORT
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"created_with": made, "drafters": drafters, "memory": rows, "memory_saved": saved}))
     text = "\n".join(comparison.comparison_lines())
@@ -436,3 +444,52 @@ def test_the_memory_table_adds_up(
 
 def test_the_comparison_runs_on_demand_only() -> None:
     assert set(load_stages()) - set(default_stages()) == {"compare"}
+
+
+@pytest.fixture
+def project(
+    backbone: Backbone,
+    head: MTPHead,
+    prompts: list[Prompt],
+    sequences: dict[str, list[Captured]],
+    tiny_backbone_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the stage reads, made small, in the current folder."""
+    root = Path(__file__).resolve().parent.parent
+    params = yaml.safe_load((root / "params.yaml").read_text(encoding="utf-8"))
+    params["compare"] = COMPARE.model_dump(mode="json")
+    params["train"] |= {"epochs": 2}
+    params["runtime"] |= {"threads": 1}
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    Path("dvc.yaml").write_bytes((root / "dvc.yaml").read_bytes())
+    splits = [replace(prompt, split="train" if index < 12 else "test") for index, prompt in enumerate(prompts)]
+    write_prompts(paths.PROMPTS, splits)
+    write_templates(paths.TEMPLATES, TASKS)
+    paths.FEATURES.mkdir(parents=True)
+    for number, part in enumerate(sequences.values()):
+        write_shard(paths.FEATURES, number, part)
+    write_table(paths.ANSWERS, collect_answers(splits, paths.FEATURES))
+    paths.BACKBONE.parent.mkdir()
+    paths.BACKBONE.symlink_to(tiny_backbone_dir)
+    head.save_pretrained(paths.HEAD)
+    tiny_bundle(paths.BUNDLE, tiny_backbone_dir, backbone, head)
+    write_json(paths.TRAINING_REPORT, {"steps": 7, "supervised_positions": [40, 30, 20]})
+
+
+@pytest.mark.usefixtures("project")
+def test_the_stage_writes_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    compare.main()
+    assert "compare: extra tokens per pass mtp" in capsys.readouterr().out
+    document = json.loads(paths.COMPARISON_REPORT.read_text(encoding="utf-8"))
+    assert [one["name"] for one in document["drafters"]] == list(NAMES)
+    for one in document["drafters"]:
+        assert [row["prompts"] for row in one["tasks"]] == [2, 2]
+        assert one["overall"]["exact_match"] == 1.0
+    assert document["drafters"][0]["training"]["supervised_answer_tokens"] == 80
+    assert document["head_in_bundle"]["owned_bytes"] == 0
+    assert {row["prompt_tokens"] for row in document["memory"]} == set(COMPARE.prompt_lengths)
+    assert comparison.comparison_lines()
+    assert not list(paths.WORK.glob("compare-*")), "finished weights outlive the code that made them"
