@@ -39,7 +39,7 @@ from components.baselines.roster import (
     Roster,
 )
 from components.baselines.standalone import StandaloneDrafter, new_standalone
-from components.baselines.training import Fitted, fit_once, supervised_tokens
+from components.baselines.training import Fitted, fit, fit_once, supervised_tokens
 from components.core import paths
 from components.core.config import Compare, Head, Standalone, Train
 from components.core.files import write_json
@@ -232,6 +232,19 @@ def test_finished_weights_are_not_trained_again(tmp_path: Path) -> None:
     assert fit_once(tmp_path / "w.safetensors", one, lambda: fitted) == fitted
     assert fit_once(tmp_path / "w.safetensors", other, never) == fitted
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_batches_that_are_not_finite_change_nothing_and_are_counted(sequences: dict[str, list[Captured]]) -> None:
+    module = torch.nn.Linear(2, 1)
+    before = [parameter.clone() for parameter in module.parameters()]
+
+    def poisoned(_: list[Captured]) -> torch.Tensor:
+        return module(torch.ones(2)).sum() * float("nan")
+
+    settings = TRAIN.model_copy(update={"epochs": 2, "batch_sequences": 3})
+    fitted = fit(module, sequences["one"], poisoned, settings, make_vocabulary(range(314), 314), "poison")
+    assert (fitted.steps, fitted.skipped_batches) == (4, 4)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
 # --- caches -----------------------------------------------------------------------------------------------------------
