@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -30,8 +31,7 @@ def fixed_policy(longest: int) -> Policies:
 
 def first_drafts(head: StepDrafter, token: int, count: int) -> tuple[list[int], list[float]]:
     """The first ``count`` drafts behind ``token``, and their probabilities."""
-    head.begin(token)
-    steps = [head.step() for _ in range(count)]
+    steps = list(islice(head.drafts(token), count))
     return [draft for draft, _ in steps], [probability for _, probability in steps]
 
 

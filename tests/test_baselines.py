@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import DynamicCache
 
 from components.baselines.assisted import AssistedGeneration, Pass, cut, rounds_of
-from components.baselines.contest import Contender, Outcome, drafter_rows, run_contest
+from components.baselines.contest import Contender, Timed, drafter_rows, run_contest
 from components.baselines.eagle import EagleDrafter, EagleHead, unrolled_states
 from components.baselines.medusa import MedusaDrafter, MedusaHeads
 from components.baselines.memory import (
@@ -45,17 +45,20 @@ from components.core.config import Compare, Head, Standalone, Train
 from components.core.files import write_json
 from components.core.manifest import TaskPrompt
 from components.data.table import Prompt, write_prompts, write_templates
+from components.decoding.bootstrap import Bootstrap
 from components.decoding.loop import Drafter, decode_greedy, decode_with_drafts, longest_match
 from components.decoding.metrics import count_rounds
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.answers import collect_answers, write_table
 from components.modeling.backbone import Backbone, load_backbone
 from components.modeling.batches import collate, make_vocabulary
-from components.modeling.distill import BatchDecoder, make_batches
+from components.modeling.chunks import make_chunks
+from components.modeling.distill import ChunkDecoder
 from components.modeling.features import Sequence as Captured
 from components.modeling.features import write_shard
 from components.modeling.head import MTPHead
 from components.modeling.live import LiveEvaluator
+from components.modeling.packed import ATTENTION
 from components.modeling.session import TorchBackbone
 from components.modeling.training import new_head
 from helpers_bundle import tiny_bundle
@@ -115,13 +118,13 @@ def evaluator(backbone: Backbone, prompts: list[Prompt], tiny_backbone_dir: Path
 
 
 @pytest.fixture(scope="module")
-def sequences(backbone: Backbone, prompts: list[Prompt], evaluator: LiveEvaluator) -> dict[str, list[Captured]]:
+def sequences(tiny_backbone_dir: Path, prompts: list[Prompt], evaluator: LiveEvaluator) -> dict[str, list[Captured]]:
     """Answers to the first twelve prompts; the last four are never trained on."""
     rows = [(prompt.prompt_id, prompt.task, list(prompt.prompt_ids)) for prompt in prompts[:12]]
-    decoder = BatchDecoder(backbone, (1, 2), evaluator.decode)
+    decoder = ChunkDecoder(load_backbone(tiny_backbone_dir, ATTENTION), (1, 2), evaluator.decode, 6)
     found: dict[str, list[Captured]] = {name: [] for name in TASKS}
-    for batch in make_batches(rows, TASKS, 6):
-        for sequence in decoder.run(batch):
+    for chunk in make_chunks(rows, TASKS, 24):
+        for sequence in decoder.run(chunk)[0]:
             found["one" if int(sequence.prompt_id[1:]) % 2 == 0 else "two"].append(sequence)
     return found
 
@@ -146,7 +149,7 @@ def contenders(
 @pytest.fixture(scope="module")
 def outcomes(
     evaluator: LiveEvaluator, contenders: dict[str, Contender], prompts: list[Prompt]
-) -> dict[str, list[Outcome]]:
+) -> dict[str, list[Timed]]:
     return run_contest(evaluator, list(contenders.values()), prompts, K, lambda: None)
 
 
@@ -171,37 +174,37 @@ def greedy(session: TorchBackbone, prompt: Sequence[int], evaluator: LiveEvaluat
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_drafter_gives_the_plain_text(outcomes: dict[str, list[Outcome]], name: str) -> None:
+def test_every_drafter_gives_the_plain_text(outcomes: dict[str, list[Timed]], name: str) -> None:
     assert len(outcomes[name]) == 16
-    assert not [one.compared.mismatch for one in outcomes[name] if one.compared.mismatch is not None]
+    assert not [one.outcome.mismatch for one in outcomes[name] if one.outcome.mismatch is not None]
 
 
 @pytest.mark.parametrize("name", [MEDUSA, EAGLE, GENERIC, TUNED, ASSISTED_MODEL])
-def test_every_baseline_learns_its_text(outcomes: dict[str, list[Outcome]], name: str) -> None:
-    def tau(rows: list[Outcome]) -> float:
-        counts = [one.compared.counts for one in rows]
+def test_every_baseline_learns_its_text(outcomes: dict[str, list[Timed]], name: str) -> None:
+    def tau(rows: list[Timed]) -> float:
+        counts = [one.outcome.acceptance for one in rows]
         return sum(c.tokens for c in counts) / sum(c.passes for c in counts)
 
     known, unknown = outcomes[name][:12], outcomes[name][12:]
     assert tau(known) > 2.5 > 2.0 > tau(unknown)
 
 
-def test_transformers_and_our_loop_accept_the_same_drafts(outcomes: dict[str, list[Outcome]]) -> None:
+def test_transformers_and_our_loop_accept_the_same_drafts(outcomes: dict[str, list[Timed]]) -> None:
     """The same drafter in another's loop: rounds differ in place only, since that one drafts from the start."""
     for ours, theirs in zip(outcomes[TUNED], outcomes[ASSISTED_MODEL], strict=True):
-        assert theirs.compared.counts.tokens == ours.compared.counts.tokens + 1
-        assert abs(theirs.compared.counts.passes - ours.compared.counts.passes) <= 1
+        assert theirs.outcome.acceptance.tokens == ours.outcome.acceptance.tokens + 1
+        assert abs(theirs.outcome.acceptance.passes - ours.outcome.acceptance.passes) <= 1
 
 
-def test_the_rows_hold_every_figure(outcomes: dict[str, list[Outcome]], contenders: dict[str, Contender]) -> None:
+def test_the_rows_hold_every_figure(outcomes: dict[str, list[Timed]], contenders: dict[str, Contender]) -> None:
     for name in NAMES:
-        document = json.loads(json.dumps(drafter_rows(outcomes[name], list(TASKS), K, 50, 3)))
+        document = json.loads(json.dumps(drafter_rows(outcomes[name], list(TASKS), Bootstrap(50, seed=3))))
         assert [row["task"] for row in document["tasks"]] == ["one", "two"]
         for row in [*document["tasks"], document["overall"]]:
             low, high = row["extra_tokens_per_pass_interval"]
             assert low <= row["extra_tokens_per_pass"] <= high
             assert row["extra_tokens_per_pass"] == pytest.approx(row["acceptance_length"] - 1)
-            assert len(row["conditional_acceptance"]) == K
+            assert len(row["conditional_acceptance"]) <= K
             assert row["exact_match"] == 1.0 and row["mismatches"] == []
             assert set(row["draft_ms_per_step"]) == set(row["prompt_pass_ms"]) == {"median", "samples"}
         if name not in (ASSISTED_LOOKUP, LOOKUP):
@@ -424,7 +427,7 @@ def test_a_cache_that_nobody_declared_is_found_out(contenders: dict[str, Contend
 
 def test_the_memory_table_adds_up(
     contenders: dict[str, Contender],
-    outcomes: dict[str, list[Outcome]],
+    outcomes: dict[str, list[Timed]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -438,7 +441,7 @@ def test_the_memory_table_adds_up(
     assert saved[1]["kv_bytes"] > saved[0]["kv_bytes"] > 0
     drafters = [
         {"name": name, "parameters": contenders[name].parameters or None}
-        | drafter_rows(outcomes[name], list(TASKS), K, 20, 1)
+        | drafter_rows(outcomes[name], list(TASKS), Bootstrap(20, seed=1))
         for name in NAMES
     ]
     made = {"cpu": "a cpu", "threads": 1, "precision": "float32"}

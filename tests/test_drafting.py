@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -21,15 +21,13 @@ class Scripted:
     """A head that drafts a script, with one probability a step."""
 
     def __init__(self, script: Sequence[int], probabilities: Sequence[float]) -> None:
-        self.script, self.probabilities, self.begun, self.steps = list(script), list(probabilities), 0, 0
+        self.script, self.probabilities, self.steps = list(script), list(probabilities), 0
 
-    def begin(self, token: int) -> None:
-        self.begun += 1
+    def drafts(self, token: int) -> Iterator[tuple[int, float]]:
         self.steps = 0
-
-    def step(self) -> tuple[int, float]:
-        self.steps += 1
-        return self.script[self.steps - 1], self.probabilities[self.steps - 1]
+        for draft in zip(self.script, self.probabilities, strict=True):
+            self.steps += 1
+            yield draft
 
 
 def policy(longest: int = 3, stop_below: float = 0.0, lookup_ngram: int = 0) -> DraftPolicy:
@@ -56,7 +54,7 @@ def test_words_that_occurred_before_are_copied_without_the_head() -> None:
     head = Scripted([7], [1.0])
     drafter = PolicyDrafter(head, policy(lookup_ngram=2), ())
     assert drafter.propose([4, 5, 6, 11, 12, 9, 5, 6], 3) == [11, 12, 9]
-    assert head.begun == 0
+    assert head.steps == 0
 
 
 def test_the_prompt_finishes_what_the_head_starts() -> None:

@@ -7,7 +7,7 @@ decision: lookup is asked again after every draft of the head, so one rule (the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from components.core.manifest import DraftPolicy
@@ -17,11 +17,11 @@ from components.decoding.lookup import PromptLookup
 class StepDrafter(Protocol):
     """A head that drafts one token at a time from the backbone's state."""
 
-    def begin(self, token: int) -> None:
-        """Start a round: the backbone has processed everything before ``token``, and ``token`` not yet."""
+    def drafts(self, token: int) -> Iterator[tuple[int, float]]:
+        """A round behind ``token``, as long as it is iterated: each draft and its probability in the draft vocabulary.
 
-    def step(self) -> tuple[int, float]:
-        """The next draft, and its probability within the draft vocabulary."""
+        The backbone has processed everything before ``token``, and ``token`` not yet.
+        """
 
 
 class PolicyDrafter:
@@ -43,14 +43,12 @@ class PolicyDrafter:
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """At most ``limit`` drafts after ``tokens``."""
         policy, context, joint = self.policy, list(tokens), 1.0
-        started = len(context)
+        started, steps = len(context), self.head.drafts(context[-1])
         while len(context) - started < limit and joint >= policy.stop_below:
             copied = self._copied(context, started + limit - len(context))
             if copied:
                 return [*context[started:], *copied]
-            if len(context) == started:
-                self.head.begin(context[-1])
-            token, probability = self.head.step()
+            token, probability = next(steps)
             context.append(token)
             joint *= probability
             if token in self.eos_ids:

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from components.core.errors import UserError
@@ -139,9 +140,9 @@ def measure_costs(bundle: Bundle, prompt: Sequence[int]) -> dict[str, object]:
             seconds = _timed(lambda width=width: backbone.verify([token] * width))  # type: ignore[misc]
             if repeat >= 2:
                 samples[str(width)].append(seconds)
-        head.begin(token)
+        steps = head.drafts(token)
         for _ in range(length):
-            seconds = _timed(head.step)
+            seconds = _timed(partial(next, steps))
             if repeat >= 2:
                 samples["draft"].append(seconds)
     medians = {name: 1000 * statistics.median(values) for name, values in samples.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def look_at_addresses(bundle: Bundle, prompt: Sequence[int], draft_length: int) 
     backbone, head = bundle.backbone, bundle.head
     before = _addresses(bundle)
     newest = backbone.prefill(prompt)
-    head.begin(newest)
-    drafts = [head.step()[0] for _ in range(draft_length)]
+    drafts = [draft for draft, _ in islice(head.drafts(newest), draft_length)]
     backbone.verify([newest, *drafts])
     backbone.keep(1)
     after = _addresses(bundle)

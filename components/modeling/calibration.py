@@ -8,7 +8,7 @@ policies can be compared without running a model again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,14 +86,11 @@ class _Replay:
     def keep(self, rows: int) -> None:
         self.length += rows
 
-    def begin(self, token: int) -> None:
-        self._depth = 0
-
-    def step(self) -> tuple[int, float]:
-        anchor, depth = self.length - len(self.trace.prompt), self._depth
-        self._depth += 1
-        self.steps += 1
-        return self.trace.drafts[anchor][depth], self.trace.probabilities[anchor][depth]
+    def drafts(self, token: int) -> Iterator[tuple[int, float]]:
+        anchor = self.length - len(self.trace.prompt)
+        for draft in zip(self.trace.drafts[anchor], self.trace.probabilities[anchor], strict=True):
+            self.steps += 1
+            yield draft
 
 
 @dataclass(frozen=True)

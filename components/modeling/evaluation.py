@@ -17,12 +17,10 @@ from components.core.manifest import Policies
 from components.core.parallel import map_processes
 from components.data.table import Prompt, read_templates
 from components.decoding.drafting import PolicyDrafter
-from components.decoding.loop import decode_greedy
 from components.decoding.outcomes import Outcome, judge
 from components.modeling.backbone import load_backbone
 from components.modeling.head import MTPHead
 from components.modeling.live import LiveEvaluator
-from components.modeling.session import top2_margin
 
 _worker: tuple[LiveEvaluator, dict[str, PolicyDrafter]] | None = None
 
@@ -44,9 +42,7 @@ def _compare(prompt: Prompt) -> dict[str, Outcome]:
 
 def compare(prompt: Prompt, evaluator: LiveEvaluator, drafters: Mapping[str, PolicyDrafter]) -> dict[str, Outcome]:
     """Decode one prompt plainly and with drafts in every mode, token by token."""
-    reference, margins = evaluator.new_answer(prompt), []
-    for _ in decode_greedy(evaluator.session, prompt.prompt_ids, reference):
-        margins.append(top2_margin(evaluator.session.logits[-1]))
+    reference, margins = evaluator.plain(prompt)
     judged = {}
     for mode, drafter in drafters.items():
         _, rounds = evaluator.drafted(prompt, drafter, drafter.policy.longest)

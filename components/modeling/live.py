@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from components.core.manifest import DraftPolicy, TaskPrompt
 from components.data.table import Prompt
 from components.decoding.drafting import PolicyDrafter
-from components.decoding.loop import Drafter, Round, decode_with_drafts
+from components.decoding.loop import Drafter, Round, decode_greedy, decode_with_drafts
 from components.decoding.metrics import Acceptance, add_up, count_rounds
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone
 from components.modeling.head import MTPHead
-from components.modeling.session import TorchBackbone, TorchHead
+from components.modeling.session import TorchBackbone, TorchHead, top2_margin
 
 
 class LiveEvaluator:

@@ -6,7 +6,7 @@ transformers' full-attention dynamic cache, the only one that rejected rows can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -127,13 +127,16 @@ class TorchHead:
         self.draft_to_target = torch.tensor(head.config.draft_to_target)
         self.draft_rows = session.backbone.output_rows[self.draft_to_target]
 
-    def begin(self, token: int) -> None:
-        """Start a round behind ``token``, from the session's own cache and hidden state."""
+    def drafts(self, token: int) -> Iterator[tuple[int, float]]:
+        """A round behind ``token``, from the session's own cache and hidden state."""
         keys_values = [cached_rows(self.session.cache, layer) for layer in self.head.config.kv_layers]
-        self.begin_from(token, self.session.last_hidden, keys_values)
+        yield from self.drafts_from(token, self.session.last_hidden, keys_values)
 
-    def begin_from(self, token: int, hidden: Tensor, keys_values: list[tuple[Tensor, Tensor]]) -> None:
-        """Start a round from any cache.
+    @torch.inference_mode()
+    def drafts_from(
+        self, token: int, hidden: Tensor, keys_values: list[tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[int, float]]:
+        """A round from any cache; step j+1 is fed step j's draft and output state.
 
         Args:
             token: x_{p+1}.
@@ -141,16 +144,13 @@ class TorchHead:
             keys_values: per head layer, rows 0..p of the backbone layer it reads, [1, kv_heads, p+1, head_dim].
         """
         config, rows = self.head.config, keys_values[0][0].shape[2]
-        self._angles = rotary_angles(torch.tensor([[rows - 1]]), config.head_dim, config.rope_theta)
-        self._mask = torch.ones(1, 1, 1, rows, dtype=torch.bool)
-        self._token, self._state, self._keys_values = token, hidden, keys_values
-
-    @torch.inference_mode()
-    def step(self) -> tuple[int, float]:
-        """The next draft, and its probability within the draft vocabulary; step j+1 is fed step j's draft and state."""
-        embedding = self.session.backbone.embed(torch.tensor([[self._token]]))
-        self._state = self.head(embedding, self._state, self._keys_values, self._mask, *self._angles)
-        probabilities = (self._state[0, 0] @ self.draft_rows.T).softmax(dim=-1)
-        best = probabilities.argmax()
-        self._token = int(self.draft_to_target[best])
-        return self._token, float(probabilities[best])
+        angles = rotary_angles(torch.tensor([[rows - 1]]), config.head_dim, config.rope_theta)
+        mask = torch.ones(1, 1, 1, rows, dtype=torch.bool)
+        state = hidden
+        while True:
+            embedding = self.session.backbone.embed(torch.tensor([[token]]))
+            state = self.head(embedding, state, keys_values, mask, *angles)
+            probabilities = (state[0, 0] @ self.draft_rows.T).softmax(dim=-1)
+            best = probabilities.argmax()
+            token = int(self.draft_to_target[best])
+            yield token, float(probabilities[best])

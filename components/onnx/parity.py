@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -102,8 +103,7 @@ def compare_with_torch(
         for _ in range(rounds):
             if backbone.length + draft_length + 1 > backbone.max_length:
                 break
-            head.begin(token)
-            drafts = [head.step()[0] for _ in range(draft_length)]
+            drafts = [draft for draft, _ in islice(head.drafts(token), draft_length)]
             counts.add_drafts(drafts, torch_drafts(torch_head, backbone, token, draft_length))
             truth = backbone.verify([token, *drafts])
             torch_backbone.verify([token, *drafts])
@@ -132,5 +132,5 @@ def torch_drafts(torch_head: TorchHead, backbone: OrtBackbone, token: int, limit
             for part in ("key", "value")
         )
         keys_values.append((keys, values))
-    torch_head.begin_from(token, torch.from_numpy(backbone.last_hidden.copy()), keys_values)
-    return [torch_head.step()[0] for _ in range(limit)]
+    steps = torch_head.drafts_from(token, torch.from_numpy(backbone.last_hidden.copy()), keys_values)
+    return [draft for draft, _ in islice(steps, limit)]

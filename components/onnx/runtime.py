@@ -9,7 +9,8 @@ written once and never copied; roll-back is a change of one number.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,6 @@ class OrtHead:
         self.keys_values: dict[str, Any] = {}
         self._first = self._bind({"token": share(self._token)}, self._outputs[0])
         self._later = [self._bind(self._inputs_from(1 - turn), self._outputs[turn]) for turn in range(2)]
-        self._steps = 0
         for tensor in manifest.graphs["head"].inputs:
             if tensor.name in backbone.values:
                 self.bind_rows(tensor.name, backbone.values[tensor.name])
@@ -251,20 +251,16 @@ class OrtHead:
             binding.bind_ortvalue_input(name, value)
         self.keys_values[name] = value
 
-    def begin(self, token: int) -> None:
-        """Start a round behind ``token``; the backbone must have processed everything before it."""
+    def drafts(self, token: int) -> Iterator[tuple[int, float]]:
+        """A round behind ``token``; the backbone must have processed everything before it, and nothing meanwhile."""
         self._token[0, 0] = token
         self._valid_rows[0] = self._backbone.length
         self._first.bind_ortvalue_input("hidden", share(self._backbone.last_hidden))
-        self._steps = 0
-
-    def step(self) -> tuple[int, float]:
-        """The next draft, and its probability within the draft vocabulary."""
-        turn = self._steps % 2
-        self._session.run_with_iobinding(self._later[turn] if self._steps else self._first)
-        self._steps += 1
-        made = self._outputs[turn]
-        return int(made["draft"][0, 0]), float(made["probability"][0, 0])
+        for step in count():
+            turn = step % 2
+            self._session.run_with_iobinding(self._later[turn] if step else self._first)
+            made = self._outputs[turn]
+            yield int(made["draft"][0, 0]), float(made["probability"][0, 0])
 
     def _inputs_from(self, turn: int) -> dict[str, Any]:
         made = self._outputs[turn]
