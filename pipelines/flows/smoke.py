@@ -14,7 +14,7 @@ import pandas as pd
 
 from components.core.config import load_params
 from components.core.errors import UserError, exits_cleanly
-from components.data.free_text import slot_names
+from components.data.free_text import EXAMPLE, STACK, notification_slots, slot_names
 from components.release.registry import load_candidate
 
 SAMPLE = "i has went to the store yesterday"
@@ -39,13 +39,20 @@ def smoke(model: Any, expected: str) -> list[str]:
         raise UserError("the alias gives another bundle", f"{bundle.sha256[:16]}.., not {expected[:16]}..", REMEDY)
     lines = []
     for task, prompt in bundle.manifest.tasks.items():
-        slots = dict.fromkeys(slot_names(prompt.rendered), SAMPLE)
+        slots = sample_slots(prompt.rendered)
         request = pd.DataFrame([{"task": task, "slots": json.dumps(slots)}])
         fast, plain = (model.predict(request, params={"draft": draft}).iloc[0] for draft in (True, False))
         if fast["tokens"] < 1 or fast["text"] != plain["text"]:
             raise UserError(f"task {task} does not answer as it should", f"{fast['text']!r}, {plain['text']!r}", REMEDY)
         lines.append(f"smoke test, {task}: {fast['tokens']} tokens in {fast['passes']} passes")
     return lines
+
+
+def sample_slots(rendered: str) -> dict[str, str]:
+    """Something sensible for every slot: a summary that starts with a whole sentence as its sender ends at once."""
+    names = slot_names(rendered)
+    stack = notification_slots(EXAMPLE) if STACK in names else {}
+    return {name: stack.get(name, SAMPLE) for name in names}
 
 
 @exits_cleanly
