@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from components.core.config import Registry
 from components.core.errors import UserError
+from components.core.files import atomic_path
 from components.core.host import set_quiet_environment
 
 set_quiet_environment()
@@ -92,13 +93,29 @@ def open_client(registry: Registry) -> MlflowClient:
     """
     address = resolve_tracking_uri(registry)
     try:
-        with _store_lock(database_path(registry)):
-            client = MlflowClient(tracking_uri=address, registry_uri=address)
-            client.search_experiments(max_results=1)
-            client.search_registered_models(max_results=1)
+        with _store_lock(database := database_path(registry)):
+            if database is not None and not database.exists():
+                _make_store(database)
+            client = _migrated(address)
     except (MlflowException, OSError) as error:
         raise store_fault(registry, error) from None
     return client
+
+
+def _migrated(address: str) -> MlflowClient:
+    """A client whose store has all its tables."""
+    client = MlflowClient(tracking_uri=address, registry_uri=address)
+    client.search_experiments(max_results=1)
+    client.search_registered_models(max_results=1)
+    return client
+
+
+def _make_store(database: Path) -> None:
+    """A new store, moved into place when it is whole: MLflow cannot go on with tables that a killed process began."""
+    for left_over in database.parent.glob(f".{database.name}.*.tmp"):
+        left_over.unlink()
+    with atomic_path(database) as temporary:
+        _migrated(f"{SQLITE}{temporary.resolve()}")
 
 
 def store_fault(registry: Registry, error: BaseException) -> UserError:
