@@ -25,7 +25,7 @@ from components.modeling.batches import collate, make_vocabulary
 from components.modeling.features import Sequence as CapturedSequence
 from components.modeling.head import MTPHead, rotary_angles
 
-HEAD, HYBRID = "head", "hybrid"
+HEAD, HYBRID, MOST_TOKENS = "head", "hybrid", "most_tokens"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def candidates(settings: Drafting) -> list[DraftPolicy]:
 
 
 def calibrate(score: Callable[[str, DraftPolicy], Score], tasks: Sequence[str], settings: Drafting) -> dict[str, Any]:
-    """Score every candidate on every task, and choose for the head alone and with lookup.
+    """Score every candidate on every task, and choose for the head alone, with lookup, and for tokens per pass alone.
 
     Args:
         score: replays one task under one policy.
@@ -169,11 +169,13 @@ def calibrate(score: Callable[[str, DraftPolicy], Score], tasks: Sequence[str], 
     best = {
         HEAD: max((row for row in curve if row[0].lookup_ngram == 0), key=lambda row: row[1]),
         HYBRID: max((row for row in curve if row[0].lookup_ngram > 0), key=lambda row: row[1]),
+        # Where a pass costs the same at any width and a draft nothing, this would be the fastest.
+        MOST_TOKENS: max(curve, key=lambda row: (sum(one.tokens_per_pass for one in row[2].values()), row[1])),
     }
     return {
         "policies": {
             "modes": {mode: row[0].model_dump() for mode, row in best.items()},
-            "default": max(best, key=lambda mode: best[mode][1]),
+            "default": max((HEAD, HYBRID), key=lambda mode: best[mode][1]),
         },
         "curve": [
             {**policy.model_dump(), "speedup": mean, "tasks": {task: asdict(one) for task, one in scores.items()}}
