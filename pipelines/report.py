@@ -43,6 +43,8 @@ COLUMNS = (
     Column("exact match", "verification", "exact_match", "{:.1%}"),
     Column("accept. length", "verification", "acceptance_length", "{:.2f}"),
     Column("extra tokens", "verification", "extra_tokens_per_pass", "{:.2f}", with_interval=True),
+    Column("head only", "verification", "head_extra_tokens_per_pass", "{:.2f}"),
+    Column("at most", "verification", "most_tokens_extra_tokens_per_pass", "{:.2f}"),
     Column("alone tok/s", "benchmark", "greedy_tokens_per_s", "{:.1f}"),
     Column("head tok/s", "benchmark", "mtp_tokens_per_s", "{:.1f}"),
     Column("speed-up", "benchmark", "speedup", "{:.2f}x", with_interval=True),

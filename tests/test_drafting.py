@@ -100,7 +100,9 @@ def test_calibration_chooses_what_pays_in_each_mode_and_over_all() -> None:
     speeds = {(1, 0.0, 0): 1.1, (2, 0.0, 0): 1.4, (3, 0.5, 0): 1.3, (3, 0.5, 2): 1.5}
 
     def known(task: str, one: DraftPolicy) -> Score:
-        return Score(2.0 + one.longest + one.lookup_ngram, 1.0, speeds.get((one.longest, one.stop_below, one.lookup_ngram), 1.0))
+        return Score(
+            2.0 + one.longest + one.lookup_ngram, 1.0, speeds.get((one.longest, one.stop_below, one.lookup_ngram), 1.0)
+        )
 
     chosen = calibrate(known, ["a", "b"], COSTS)
     assert chosen["policies"]["default"] == "hybrid"

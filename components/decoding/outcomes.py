@@ -83,12 +83,21 @@ def summary_rows(
 
 
 def mode_rows(by_mode: Mapping[str, Sequence[Outcome]], default: str, bootstrap: Bootstrap) -> dict[str, object]:
-    """``tasks`` and ``overall`` of the default mode, and ``modes`` with those of every mode under its name."""
-    modes = {}
+    """``tasks`` and ``overall`` of the default mode, and ``modes`` with those of every mode under its name.
+
+    The default mode's rows name the extra tokens of the other modes beside their own.
+    """
+    modes: dict[str, Any] = {}
     for mode, outcomes in by_mode.items():
         rows, overall = summary_rows(outcomes, bootstrap)
         modes[mode] = {"tasks": rows, "overall": overall}
-    return {"default_mode": default, **modes[default], "modes": modes}
+    key = "extra_tokens_per_pass"
+    tasks = [
+        row | {f"{mode}_{key}": part["tasks"][at][key] for mode, part in modes.items()}
+        for at, row in enumerate(modes[default]["tasks"])
+    ]
+    overall = modes[default]["overall"] | {f"{mode}_{key}": part["overall"][key] for mode, part in modes.items()}
+    return {"default_mode": default, "tasks": tasks, "overall": overall, "modes": modes}
 
 
 def mode_lines(rows: Mapping[str, Any]) -> str:
