@@ -48,7 +48,7 @@ def say(text: str) -> None:
 def repro(
     stages: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[STAGE]...", help="stages of dvc.yaml; none: all but those on demand (compare)"),
+        typer.Argument(metavar="[STAGE]...", help="stages of dvc.yaml; none: all"),
     ] = None,
 ) -> None:
     """Bring every result up to date and show the table (exit 1 when the gate refuses); or STAGE and what it needs."""
@@ -57,6 +57,14 @@ def repro(
     reproduce(stages or [], say)
     if not stages and has_results() and _print_report() is False:
         raise typer.Exit(EXIT_REFUSED)
+
+
+@app.command()
+def compare() -> None:
+    """The head against other drafters trained on the same answers, on demand: about an hour and a half."""
+    from pipelines.compare import run_comparison
+
+    run_comparison()
 
 
 @app.command()

@@ -1,6 +1,6 @@
 """Two tables from comparison.json for `mtp report`: drafters by task, and what the head saves beside a standalone one.
 
-Owns their columns. It computes nothing; without the file there is nothing to show, since `compare` runs on demand.
+Owns their columns. It computes nothing; without the file there is nothing to show, since `mtp compare` runs on demand.
 """
 
 from __future__ import annotations
@@ -10,23 +10,28 @@ from typing import Any
 
 from components.core import paths
 from components.core.files import read_json
+from components.core.manifest import MANIFEST_FILE, bundle_hash
 from pipelines.report import GAP, text_table
 
 MEGABYTE = 1e6
 
 
 def comparison_lines() -> list[str]:
-    """Lines to print, none before `mtp repro compare`.
+    """Lines to print, none before `mtp compare`.
 
     Raises:
         UserError: the file is broken.
     """
     if not paths.COMPARISON_REPORT.is_file():
         return []
-    document = read_json(paths.COMPARISON_REPORT, "run `mtp repro compare`")
+    document = read_json(paths.COMPARISON_REPORT, "run `mtp compare`")
+    if not _of_current_bundle(document):
+        return ["", f"{paths.COMPARISON_REPORT} is about an earlier bundle; `mtp compare` makes it anew"]
     made = document["created_with"]
     overall = document["drafters"][0]["overall"]
     source = f"{made['cpu']}, {made['threads']} thread, {made['precision']}, torch, {overall['prompts']} prompts"
+    if "load_average_before_timing" in document:
+        source += f", load {document['load_average_before_timing']:.1f} before timing"
     return [
         "",
         "extra tokens per pass, by drafter",
@@ -37,6 +42,12 @@ def comparison_lines() -> list[str]:
         "",
         f"drafters: {source} ({paths.COMPARISON_REPORT})",
     ]
+
+
+def _of_current_bundle(document: Mapping[str, Any]) -> bool:
+    """Whether the compared head is the one that the other figures are about."""
+    manifest = paths.BUNDLE / MANIFEST_FILE
+    return manifest.is_file() and document["head_in_bundle"]["bundle_sha256"] == bundle_hash(paths.BUNDLE)
 
 
 def _drafter_table(document: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from components.core import paths
 from components.core.errors import UserError
-from components.core.files import read_json, sha256_file, write_json
+from components.core.files import atomic_path, read_json, sha256_file, write_json
 from components.data.free_text import example_row, fill_from_row, unused_keys
 from components.data.jsonl import read_objects
 from components.data.table import Prompt
@@ -97,12 +97,15 @@ def evaluate_texts(
 
 def _check_place(target: Path) -> None:
     """Before the work, not after it."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {target}", str(error), "choose another --output FILE.json") from None
     if target.is_dir():
         raise UserError(f"cannot write {target}", "a folder", "choose a file: --output FILE.json")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(target.with_name(f"{target.name}.probe")) as probe:
+            probe.touch()
+        target.with_name(f"{target.name}.probe").unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {target}", str(error), "choose another --output FILE.json") from None
 
 
 def read_texts(file: Path, task: str, bundle: Bundle, limit: int | None) -> Texts:

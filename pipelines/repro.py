@@ -24,7 +24,7 @@ from components.core.config import load_params
 from components.core.errors import UserError, disk_full, says_disk_full
 from components.core.files import write_json
 from components.core.host import QUIET_ENVIRONMENT
-from pipelines.stages.common import default_stages, load_stages
+from pipelines.stages.common import load_stages
 
 # Backbone, features, head and bundle take about 2.5 GB, and as much again where DVC's cache cannot use hard links; the
 # registered copy of the bundle, MLflow's and Prefect's stores and temporary files take the rest.
@@ -185,7 +185,7 @@ def check_ready(stages: Sequence[str] = ()) -> None:
 
 
 def reproduce(stages: Sequence[str], echo: Echo, single: bool = False) -> None:
-    """Bring ``stages`` (when empty: all that are not on demand) and what they need up to date.
+    """Bring ``stages`` (all, when empty) and what they need up to date.
 
     Args:
         stages: names from dvc.yaml.
@@ -197,7 +197,7 @@ def reproduce(stages: Sequence[str], echo: Echo, single: bool = False) -> None:
     """
     check_ready(stages)
     options = ["--single-item"] if single else []
-    run = run_dvc(["repro", *options, *(stages or default_stages())], echo)
+    run = run_dvc(["repro", *options, *stages], echo)
     if run.code != 0:
         raise run.fault(f"stage {stages[0]}" if stages else "`dvc repro`")
 

@@ -87,10 +87,16 @@ def write_fake_bundle(folder: Path, content: bytes = b"weights", tasks: Mapping[
     return bundle_hash(folder)
 
 
-def good_documents(bundle: str, frozen: str = FROZEN, tasks: tuple[str, ...] = tuple(TASKS)) -> dict[str, Any]:
+def good_documents(
+    bundle: str, frozen: str = FROZEN, tasks: tuple[str, ...] = tuple(TASKS), modes: tuple[str, ...] = ("head",)
+) -> dict[str, Any]:
     """Evidence that passes every gate, by name."""
     exact = {"prompts": 5, "tokens": 60, "exact_match": 1.0, "mismatches": [], "acceptance_length": 2.0}
-    exact |= {"extra_tokens_per_pass": 1.0, "conditional_acceptance": [0.6, 0.5, 0.4]}
+    exact |= {
+        "extra_tokens_per_pass": 1.0,
+        "head_extra_tokens_per_pass": 1.0,
+        "conditional_acceptance": [0.6, 0.5, 0.4],
+    }
     fast = {
         "prompts": 3,
         "repeats": 2,
@@ -112,14 +118,14 @@ def good_documents(bundle: str, frozen: str = FROZEN, tasks: tuple[str, ...] = t
         rows = [{"task": task, **copy.deepcopy(row)} for task in tasks]
         return {"created_with": dict(MADE), "bundle_sha256": bundle, "tasks": rows, "overall": copy.deepcopy(row)}
 
-    modes = {"modes": {mode: {"overall": copy.deepcopy(exact)} for mode in ("head", "hybrid")}}
+    by_mode = {"modes": {mode: {"overall": copy.deepcopy(exact)} for mode in modes}}
     return {
         "prompts": copy.deepcopy(contract),
         "distilled": copy.deepcopy(contract),
         "training": {"created_with": MADE, "backbone_sha256_before": frozen, "backbone_sha256_after": frozen},
         "evaluation": figures(exact),
         "export": {"created_with": MADE, "bundle_sha256": bundle, "parity": {"passed": True}},
-        "verification": figures(exact) | modes,
+        "verification": figures(exact) | by_mode,
         "benchmark": figures(fast),
     }
 
@@ -135,6 +141,8 @@ def write_documents(reports: Path, documents: Mapping[str, Any]) -> None:
 def write_good_evidence(project: Path, bundle: Path) -> str:
     """Passing evidence about ``bundle`` below ``project``/models/reports; returns the bundle's hash."""
     manifest, digest = read_manifest(bundle), bundle_hash(bundle)
-    documents = good_documents(digest, manifest.backbone.weights_sha256, tuple(manifest.tasks))
+    documents = good_documents(
+        digest, manifest.backbone.weights_sha256, tuple(manifest.tasks), tuple(manifest.policies.modes)
+    )
     write_documents(project / "models/reports", documents)
     return digest

@@ -62,9 +62,8 @@ from components.modeling.packed import ATTENTION
 from components.modeling.session import TorchBackbone
 from components.modeling.training import new_head
 from helpers_bundle import tiny_bundle
-from pipelines import comparison
-from pipelines.stages import compare
-from pipelines.stages.common import default_stages, load_stages
+from helpers_release import write_fake_bundle
+from pipelines import compare, comparison
 
 K, BUDGET = 3, 12
 NAMES = (MTP, LOOKUP, MEDUSA, EAGLE, GENERIC, TUNED, ASSISTED_MODEL, ASSISTED_LOOKUP)
@@ -449,17 +448,17 @@ def test_the_memory_table_adds_up(
     assert comparison.comparison_lines() == []
     file = paths.COMPARISON_REPORT
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"created_with": made, "drafters": drafters, "memory": rows, "memory_saved": saved}))
+    digest = write_fake_bundle(paths.BUNDLE)
+    document = {"created_with": made, "drafters": drafters, "memory": rows, "memory_saved": saved}
+    file.write_text(json.dumps(document | {"head_in_bundle": {"bundle_sha256": "of another"}}))
+    assert "earlier bundle" in comparison.comparison_lines()[-1]
+    file.write_text(json.dumps(document | {"head_in_bundle": {"bundle_sha256": digest}}))
     text = "\n".join(comparison.comparison_lines())
     assert all(name in text for name in NAMES)
     assert "saved MB" in text and "16 prompts" in text
 
 
-# --- the stage ----------------------------------------------------------------------------------------------------
-
-
-def test_the_comparison_runs_on_demand_only() -> None:
-    assert set(load_stages()) - set(default_stages()) == {"compare"}
+# --- the command --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -480,7 +479,6 @@ def project(
     params["runtime"] |= {"threads": 1}
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    Path("dvc.yaml").write_bytes((root / "dvc.yaml").read_bytes())
     splits = [replace(prompt, split="train" if index < 12 else "test") for index, prompt in enumerate(prompts)]
     write_prompts(paths.PROMPTS, splits)
     write_templates(paths.TEMPLATES, TASKS)
@@ -496,8 +494,8 @@ def project(
 
 
 @pytest.mark.usefixtures("project")
-def test_the_stage_writes_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    compare.main()
+def test_the_command_writes_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    compare.run_comparison()
     assert "compare: extra tokens per pass mtp" in capsys.readouterr().out
     document = json.loads(paths.COMPARISON_REPORT.read_text(encoding="utf-8"))
     assert [one["name"] for one in document["drafters"]] == list(NAMES)
@@ -507,5 +505,5 @@ def test_the_stage_writes_everything(capsys: pytest.CaptureFixture[str]) -> None
     assert document["drafters"][0]["training"]["supervised_answer_tokens"] == 80
     assert document["head_in_bundle"]["owned_bytes"] == 0
     assert {row["prompt_tokens"] for row in document["memory"]} == set(COMPARE.prompt_lengths)
-    assert comparison.comparison_lines()
+    assert "before timing" in comparison.comparison_lines()[-1]
     assert not list(paths.WORK.glob("compare-*")), "finished weights outlive the code that made them"

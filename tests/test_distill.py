@@ -18,6 +18,7 @@ from components.core.config import Distil
 from components.core.errors import UserError
 from components.core.manifest import TaskPrompt
 from components.data.table import Prompt, write_prompts, write_templates
+from components.decoding.comparison import Mismatch
 from components.decoding.loop import decode_greedy
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone, load_backbone
@@ -268,7 +269,7 @@ def test_the_stage_reports_its_work_and_its_speed(
     write_prompts(paths.PROMPTS, asked)
     write_templates(paths.TEMPLATES, {"t": TASK})
     stage.main()
-    summary = json.loads(paths.DISTILLED_SUMMARY.read_text(encoding="utf-8"))
+    summary = json.loads(paths.DISTILLATION_REPORT.read_text(encoding="utf-8"))
     speed = summary["throughput"]
     captured = list(read_shards(paths.FEATURES))
     assert len(captured) == speed["prompts"] == 6 and speed["resumed_prompts"] == 0
@@ -306,3 +307,12 @@ def test_a_run_that_only_took_over_claims_no_speed() -> None:
     run = stage.Run(Work(), resumed_prompts=9, wall_s=0.1, processes=2)
     figures = stage.throughput(run, Equality(1, 10, 2.0, ()))
     assert figures["ratio_to_single"] is None and figures["answer_tokens_per_s_per_process"] is None
+
+
+def test_an_answer_that_differs_where_the_backbone_was_sure_stops_the_stage() -> None:
+    def equality(margin: float) -> Equality:
+        return Equality(1, 5, 1.0, (Mismatch("p", 2, 7, 8, margin),))
+
+    equality(1e-4).check()
+    with pytest.raises(UserError, match="changes the text"):
+        equality(0.5).check()

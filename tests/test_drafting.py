@@ -48,6 +48,8 @@ def test_an_unsure_head_stops_with_the_draft_that_made_it_unsure() -> None:
 
 def test_nothing_is_drafted_behind_the_end_of_the_answer() -> None:
     assert PolicyDrafter(Scripted([7, EOS, 9], [1.0] * 3), policy(), (EOS,)).propose([1], 3) == [7, EOS]
+    copier = PolicyDrafter(Scripted([7], [1.0]), policy(7, lookup_ngram=2), (EOS,))
+    assert copier.propose([4, 5, 11, EOS, 12, 4, 5], 7) == [11, EOS]
 
 
 def test_words_that_occurred_before_are_copied_without_the_head() -> None:

@@ -124,6 +124,18 @@ def test_parity_notices_a_wrong_head(bundle: Bundle, backbone: Backbone) -> None
     assert not parity.passed
 
 
+def test_parity_notices_a_wrong_probability(
+    bundle: Bundle, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops no draft from being right, but it decides where drafting stops."""
+    session = TorchBackbone(backbone, MAX_LENGTH)
+    right, drafts = TorchHead(random_head(backbone), session), type(bundle.head).drafts
+    monkeypatch.setattr(type(bundle.head), "drafts", lambda self, token: ((d, p * 0.9) for d, p in drafts(self, token)))
+    parity = compare_with_torch(bundle.backbone, bundle.head, session, right, [[5, 6, 7, 8]], DRAFT_LENGTH, rounds=4)
+    assert parity.drafts_agreement == (1.0, 1.0, 1.0)
+    assert not parity.passed
+
+
 def test_head_reads_rows_up_to_p_and_no_others(bundle: Bundle, backbone: Backbone) -> None:
     """Poison behind the valid rows changes no draft; a change in row p does."""
     head = TorchHead(random_head(backbone), TorchBackbone(backbone, MAX_LENGTH))
@@ -132,7 +144,7 @@ def test_head_reads_rows_up_to_p_and_no_others(bundle: Bundle, backbone: Backbon
     for buffer in bundle.backbone.buffers.values():
         buffer[:, :, 20:] = 1e4
     assert first_drafts(bundle.head, token, DRAFT_LENGTH) == (clean, probabilities)
-    assert torch_drafts(head, bundle.backbone, token, DRAFT_LENGTH) == clean
+    assert [draft for draft, _ in torch_drafts(head, bundle.backbone, token, DRAFT_LENGTH)] == clean
     for buffer in bundle.backbone.buffers.values():
         buffer[:, :, 19] += 1.0
     _, changed = first_drafts(bundle.head, token, DRAFT_LENGTH)

@@ -21,7 +21,11 @@ from pipelines.report import decision_table
 from pipelines.stages import gate as gate_stage
 
 BUNDLE = "b" * 64
-MANIFEST = {"backbone": {"weights_sha256": FROZEN}, "tasks": {name: {} for name in TASKS}}
+MANIFEST = {
+    "backbone": {"weights_sha256": FROZEN},
+    "tasks": {name: {} for name in TASKS},
+    "policies": {"modes": {"head": {}}},
+}
 
 
 def evidence(documents: dict[str, Any], manifest: Any = MANIFEST) -> Evidence:
@@ -64,6 +68,10 @@ def test_good_evidence_passes_and_names_its_bundle() -> None:
 FAULTS = [
     ("exact match, every mode", put("verification", "modes", "head", "overall", "exact_match", value=0.99)),
     ("exact match, every mode", put("verification", "modes", value={})),
+    ("exact match, every mode", put("verification", "modes", "surplus", value={})),
+    ("exact match, every mode", put("verification", "modes", "head", "overall", "prompts", value=0)),
+    ("exact match, every mode", put("verification", "modes", "head", "overall", "mismatches", value=[{"position": 1}])),
+    ("head extra tokens per pass, overall", put("verification", "overall", "head_extra_tokens_per_pass", value=0.03)),
     ("backbone after training", put("training", "backbone_sha256_after", value="0" * 64)),
     ("backbone before training", put("training", "backbone_sha256_before", value="0" * 64)),
     ("data contract of prompts", put("prompts", "passed", value=False)),
@@ -79,7 +87,7 @@ FAULTS = [
     ("exact match, proofread", put("verification", "tasks", 0, "exact_match", value=math.nan)),
     ("exact match, proofread", put("verification", "tasks", 0, "mismatches", value=[{"position": 1}])),
     ("extra tokens per pass, overall", put("verification", "overall", "extra_tokens_per_pass", value=0.89)),
-    ("extra tokens per pass, overall", put("verification", "overall", value=None)),
+    ("extra tokens per pass, overall", put("verification", "overall", "extra_tokens_per_pass", value=None)),
     ("extra tokens per pass, smart_reply", put("verification", "tasks", 1, "extra_tokens_per_pass", value=0.59)),
     ("extra tokens per pass, smart_reply", put("verification", "tasks", 1, "extra_tokens_per_pass", value=True)),
     ("speedup, overall", put("benchmark", "overall", "speedup", value=1.19)),

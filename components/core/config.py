@@ -118,7 +118,7 @@ class Train(Strict):
     """How the head is trained."""
 
     seed: int
-    draft_length: Annotated[int, Field(ge=1, le=8)] = Field(description="K: steps unrolled in training")
+    draft_length: Annotated[int, Field(ge=1, le=7)] = Field(description="K: steps unrolled in training")
     step_weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(description="loss weight of each step")
     soft_target_weight: Share = Field(description="share of the loss to the backbone's distribution, not its choice")
     epochs: Positive
@@ -182,7 +182,7 @@ class Benchmark(Strict):
     prompts_per_task: Positive
     rounds: Positive = Field(description="times each prompt is timed in each mode")
     warmup_prompts: Positive
-    lookup_draft_length: Positive
+    lookup_draft_length: Annotated[int, Field(ge=1, le=7)]
     lookup_ngram: Positive
 
 
@@ -208,7 +208,7 @@ class Compare(Strict):
 
 
 class Gates(Strict):
-    """Floors that a release must meet."""
+    """Floors that a release must meet; those on extra tokens by the default mode and by the head alone."""
 
     exact_match: Share
     extra_tokens_per_pass_overall: float

@@ -12,7 +12,6 @@ TEMPLATES = Path("data/prompts/templates.json")
 DISTILLED = Path("data/distilled")
 ANSWERS = DISTILLED / "answers.parquet"
 FEATURES = DISTILLED / "features"
-DISTILLED_SUMMARY = DISTILLED / "summary.json"
 
 BACKBONE = Path("models/backbone")
 HEAD = Path("models/head")
@@ -22,6 +21,7 @@ BUNDLE = Path("models/bundle")
 REPORTS = Path("models/reports")
 CONTRACTS = REPORTS / "contracts"
 DATA_DOCS = REPORTS / "data_docs"
+DISTILLATION_REPORT = REPORTS / "distillation.json"
 TRAINING_REPORT = REPORTS / "training.json"
 EVALUATION_REPORT = REPORTS / "evaluation.json"
 EXPORT_REPORT = REPORTS / "export.json"

@@ -56,4 +56,6 @@ class PolicyDrafter:
         return context[started:]
 
     def _copied(self, context: Sequence[int], limit: int) -> list[int]:
-        return self.lookup.propose(context, limit) if self.policy.lookup_ngram else []
+        copied = self.lookup.propose(context, limit) if self.policy.lookup_ngram else []
+        ends = [at + 1 for at, token in enumerate(copied) if token in self.eos_ids]
+        return copied[: ends[0]] if ends else copied

@@ -130,8 +130,9 @@ def _start(bundle: Bundle, task: str, ids: list[int], mode: str, plan: Plan) -> 
 
 
 def measure_costs(bundle: Bundle, prompt: Sequence[int]) -> dict[str, object]:
-    """Median milliseconds of passes of 1..K+1 rows and of one step of the head, taken in turn after ``prompt``."""
-    backbone, head, length = bundle.backbone, bundle.head, bundle.manifest.policies.policy.longest
+    """Median milliseconds, after ``prompt``, of passes of every width in use and of one step of the head."""
+    backbone, head = bundle.backbone, bundle.head
+    length = max(policy.longest for policy in bundle.manifest.policies.modes.values())
     token = backbone.prefill(prompt)
     widths = range(1, length + 2)
     samples: dict[str, list[float]] = {name: [] for name in (*map(str, widths), "draft")}

@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from tokenizers import Tokenizer
 
+from components.core.errors import UserError
 from components.core.manifest import TaskPrompt
 from components.core.parallel import map_processes
 from components.core.progress import Progress
@@ -26,6 +28,8 @@ from components.decoding.loop import decode_greedy
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone, load_backbone
 from components.modeling.session import TorchBackbone, top2_margin
+
+NEAR_TIE = 1e-2  # top-2 margin; rounding over 30 layers moves logits by about 1e-4
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,20 @@ class Equality:
             f"{len(self.mismatches)} of {self.prompts} answers differ when decoded singly"
             f" ({self.tokens} tokens; widest top-2 margin {widest:.2g})"
         )
+
+    def check(self) -> None:
+        """Stop when an answer differs where the backbone was sure: that is a leak between rows, not rounding.
+
+        Raises:
+            UserError: a mismatch is no near-tie.
+        """
+        worst = max(self.mismatches, key=lambda mismatch: mismatch.top2_margin, default=None)
+        if worst is not None and worst.top2_margin > NEAR_TIE:
+            raise UserError(
+                "distillation changes the text",
+                f"{worst.prompt_id} differs at token {worst.position}, where the margin is {worst.top2_margin:.3g}",
+                "this is a fault of components/modeling/packed.py: report it; do not train on these answers",
+            )
 
 
 @dataclass(frozen=True)
@@ -109,7 +127,8 @@ def compare_with_single(
     answers: pd.DataFrame, backbone_folder: Path, tasks: Mapping[str, TaskPrompt], count: int, processes: int
 ) -> Equality:
     """Decode ``count`` answers again, one at a time, spread evenly over the table."""
-    chosen = answers.iloc[:: max(1, len(answers) // count)].head(count).to_dict("records")
+    spread = np.unique(np.linspace(0, len(answers) - 1, min(count, len(answers))).round().astype(int))
+    chosen = answers.iloc[spread].to_dict("records")
     questions = [
         Question(row["prompt_id"], tuple(row["prompt_ids"]), tuple(row["answer_ids"]), tasks[row["task"]])
         for row in chosen

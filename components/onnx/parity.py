@@ -19,7 +19,8 @@ from components.modeling.session import TorchBackbone, TorchHead
 from components.onnx.runtime import OrtBackbone, OrtHead
 
 LARGEST_DIFFERENCE = 5e-3  # float32 rounding over 30 layers gives about 1e-4 at logits of size 20
-AGREEMENT = 0.99  # near-ties may fall either way
+LARGEST_PROBABILITY_DIFFERENCE = 1e-3
+AGREEMENT = 0.99  # near-ties may fall either way, and one may always
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Parity:
         positions: rows whose logits and hidden states were compared.
         hidden_difference, logit_difference: largest absolute difference seen.
         argmax_agreement: share of rows with the same best token.
+        probability_difference: largest absolute difference between the probabilities of equal drafts.
         drafts_compared: per depth, drafts whose shallower drafts agreed.
         drafts_agreement: per depth, share of those that were equal.
     """
@@ -40,15 +42,20 @@ class Parity:
     hidden_difference: float
     logit_difference: float
     argmax_agreement: float
+    probability_difference: float
     drafts_compared: tuple[int, ...]
     drafts_agreement: tuple[float, ...]
 
     @property
     def passed(self) -> bool:
         """Whether the differences are those of rounding."""
-        alike = (self.argmax_agreement, *self.drafts_agreement)
+        counts = (
+            (self.positions, self.argmax_agreement),
+            *zip(self.drafts_compared, self.drafts_agreement, strict=True),
+        )
+        alike = all(count and count * (1.0 - share) <= max(1.01, count * (1.0 - AGREEMENT)) for count, share in counts)
         near = max(self.hidden_difference, self.logit_difference) <= LARGEST_DIFFERENCE
-        return bool(self.positions and all(self.drafts_compared) and near and min(alike) >= AGREEMENT)
+        return alike and near and self.probability_difference <= LARGEST_PROBABILITY_DIFFERENCE
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON, verdict included."""
@@ -57,7 +64,7 @@ class Parity:
 
 class _Counts:
     def __init__(self, draft_length: int) -> None:
-        self.hidden, self.logits = [0.0], [0.0]
+        self.hidden, self.logits, self.probabilities = [0.0], [0.0], [0.0]
         self.equal: list[bool] = []
         self.compared, self.agreed = [0] * draft_length, [0] * draft_length
 
@@ -68,13 +75,14 @@ class _Counts:
         self.logits.append(float(np.abs(ort.last_logits - logits).max()))
         self.equal += list(ort.last_logits.argmax(axis=-1) == logits.argmax(axis=-1))
 
-    def add_drafts(self, ours: Sequence[int], theirs: Sequence[int]) -> None:
+    def add_drafts(self, ours: Sequence[tuple[int, float]], theirs: Sequence[tuple[int, float]]) -> None:
         """Compare drafts up to the first that differs: what follows it had another input."""
-        for depth, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+        for depth, ((left, ours_p), (right, theirs_p)) in enumerate(zip(ours, theirs, strict=True)):
             self.compared[depth] += 1
             self.agreed[depth] += left == right
             if left != right:
                 break
+            self.probabilities.append(abs(ours_p - theirs_p))
 
 
 def compare_with_torch(
@@ -103,8 +111,9 @@ def compare_with_torch(
         for _ in range(rounds):
             if backbone.length + draft_length + 1 > backbone.max_length:
                 break
-            drafts = [draft for draft, _ in islice(head.drafts(token), draft_length)]
-            counts.add_drafts(drafts, torch_drafts(torch_head, backbone, token, draft_length))
+            steps = list(islice(head.drafts(token), draft_length))
+            counts.add_drafts(steps, torch_drafts(torch_head, backbone, token, draft_length))
+            drafts = [draft for draft, _ in steps]
             truth = backbone.verify([token, *drafts])
             torch_backbone.verify([token, *drafts])
             counts.add_rows(backbone, torch_backbone)
@@ -118,12 +127,13 @@ def compare_with_torch(
         hidden_difference=max(counts.hidden),
         logit_difference=max(counts.logits),
         argmax_agreement=sum(map(bool, counts.equal)) / max(len(counts.equal), 1),
+        probability_difference=max(counts.probabilities),
         drafts_compared=tuple(counts.compared),
         drafts_agreement=tuple(a / c if c else 0.0 for a, c in zip(counts.agreed, counts.compared, strict=True)),
     )
 
 
-def torch_drafts(torch_head: TorchHead, backbone: OrtBackbone, token: int, limit: int) -> list[int]:
+def torch_drafts(torch_head: TorchHead, backbone: OrtBackbone, token: int, limit: int) -> list[tuple[int, float]]:
     """Drafts of the torch head from onnxruntime's own cache and hidden state: any difference is the head's."""
     keys_values = []
     for layer in torch_head.head.config.kv_layers:
@@ -132,5 +142,6 @@ def torch_drafts(torch_head: TorchHead, backbone: OrtBackbone, token: int, limit
             for part in ("key", "value")
         )
         keys_values.append((keys, values))
-    steps = torch_head.drafts_from(token, torch.from_numpy(backbone.last_hidden.copy()), keys_values)
-    return [draft for draft, _ in islice(steps, limit)]
+    return list(
+        islice(torch_head.drafts_from(token, torch.from_numpy(backbone.last_hidden.copy()), keys_values), limit)
+    )

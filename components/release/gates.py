@@ -93,10 +93,12 @@ def _rules(evidence: Evidence, gates: Gates) -> Iterator[_Rule]:
     yield from _contract_rules(evidence)
     verification, benchmark = evidence.verification, evidence.benchmark
     yield from (_exact_match(verification, task, gates.exact_match) for task in tasks)
-    every_mode = _reader(_least_exact_mode, verification)
+    every_mode = _reader(_least_exact_mode, evidence)
     yield _Rule("exact match, every mode", verification, gates.exact_match, every_mode, _at_least(gates.exact_match))
-    yield _floor(verification, "extra_tokens_per_pass", None, gates.extra_tokens_per_pass_overall)
-    yield from (_floor(verification, "extra_tokens_per_pass", t, gates.extra_tokens_per_pass_task) for t in tasks)
+    # Prompt lookup needs no head: a head that drafts nothing right must not be released on lookup's merit.
+    for key in ("extra_tokens_per_pass", "head_extra_tokens_per_pass"):
+        yield _floor(verification, key, None, gates.extra_tokens_per_pass_overall)
+        yield from (_floor(verification, key, task, gates.extra_tokens_per_pass_task) for task in tasks)
     # Timed answers are answers too: a mode that differs from greedy in any repeat was not exact.
     yield _Rule("timed answers equal greedy", benchmark, 0, _reader(_timed_mismatches, benchmark), _equals(0))
     yield _floor(benchmark, "speedup", None, gates.speedup_overall)
@@ -150,10 +152,18 @@ def _timed_mismatches(source: Source) -> int:
     return len(listed)
 
 
-def _least_exact_mode(source: Source) -> float:
+def _least_exact_mode(evidence: Evidence) -> float:
     """A bundle decodes under any of its policies: none of them may change a token."""
-    modes = source.names("modes")
-    return min(finite(source.at("modes", mode, "overall", "exact_match"), f"modes.{mode}") for mode in modes)
+    source, modes = evidence.verification, evidence.manifest.names("policies", "modes")
+    if source.names("modes") != modes:
+        raise Unusable(f"modes verified: {', '.join(source.names('modes'))}; of the bundle: {', '.join(modes)}")
+    shares = []
+    for mode in modes:
+        if finite(source.at("modes", mode, "overall", "prompts"), f"modes.{mode}.prompts") < 1:
+            raise Unusable(f"mode {mode} was verified on no prompt")
+        share = finite(source.at("modes", mode, "overall", "exact_match"), f"modes.{mode}.exact_match")
+        shares.append(share if source.at("modes", mode, "overall", "mismatches") == [] else min(share, 0.999999))
+    return min(shares)
 
 
 def _contract_rules(evidence: Evidence) -> Iterator[_Rule]:

@@ -18,7 +18,7 @@ from components.core.errors import UserError
 from pipelines.flows.steps import StepFailed, completed, fails_quietly
 from pipelines.report import load_report, render_markdown
 from pipelines.repro import reproduce
-from pipelines.stages.common import default_stages
+from pipelines.stages.common import load_stages
 
 
 def say(line: str) -> None:
@@ -41,8 +41,8 @@ def run_stage(stage: str) -> str:
 @flow(name="build", persist_result=False)
 @fails_quietly
 def build() -> Any:
-    """Every stage that is not on demand, then a summary artifact; fails with the first stage that fails."""
-    stages = default_stages()
+    """Every stage, then a summary artifact; fails with the first stage that fails."""
+    stages = list(load_stages())
     for number, stage in enumerate(stages, start=1):
         say(f"--- {stage} ({number}/{len(stages)})")
         try:

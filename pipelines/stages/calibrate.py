@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from components.core.errors import exits_cleanly
 from components.core.files import write_json
-from components.core.host import allowed_cores, host_card
+from components.core.host import host_card, resolve_threads
 from components.core.manifest import DraftPolicy
 from components.core.paths import BACKBONE, FEATURES, HEAD, POLICY, PROMPTS, TEMPLATES
 from components.data.table import read_prompts, read_templates
@@ -31,8 +31,9 @@ def record_traces(backbone: Backbone, longest: int) -> list[Trace]:
 @exits_cleanly
 def main() -> None:
     """Write policy.json."""
-    settings = stage_params("calibrate").drafting
-    torch.set_num_threads(allowed_cores())
+    params = stage_params("calibrate")
+    settings, threads = params.drafting, resolve_threads(params.runtime.threads)
+    torch.set_num_threads(threads)
     backbone = load_backbone(BACKBONE)
     traces, templates = record_traces(backbone, settings.longest), read_templates(TEMPLATES)
     decode = partial(Tokenizer.from_file(str(BACKBONE / "tokenizer.json")).decode, skip_special_tokens=True)
@@ -41,7 +42,11 @@ def main() -> None:
         return replay([t for t in traces if t.task == task], policy, templates, backbone.card.eos_ids, decode, settings)
 
     chosen = calibrate(score, sorted({trace.task for trace in traces}), settings)
-    created = host_card("torch").as_dict() | {"precision": "float32", "source": "replay of validation answers"}
+    created = host_card("torch").as_dict() | {
+        "threads": threads,
+        "precision": "float32",
+        "source": "replay of validation answers",
+    }
     write_json(POLICY, {"created_with": created, "answers": len(traces), **chosen})
     best = chosen["policies"]["default"]
     print(f"calibrate: {best} pays best, {chosen['policies']['modes'][best]}")

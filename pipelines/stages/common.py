@@ -30,15 +30,6 @@ def load_stages(path: Path = DVC_FILE) -> dict[str, dict[str, Any]]:
     return stages
 
 
-def default_stages(path: Path = DVC_FILE) -> list[str]:
-    """Stages that a run without a name is about: all but those marked ``meta: {on_demand: true}``.
-
-    Raises:
-        UserError: see :func:`load_stages`.
-    """
-    return [name for name, stage in load_stages(path).items() if not stage.get("meta", {}).get("on_demand")]
-
-
 def stage_params(stage: str) -> Any:
     """Parameters for ``stage``: a view that lets through what dvc.yaml declares for it and nothing else.
 

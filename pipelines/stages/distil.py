@@ -17,7 +17,7 @@ from components.core.config import Distil
 from components.core.errors import exits_cleanly
 from components.core.files import sha256_file, write_json
 from components.core.host import allowed_cores, host_card
-from components.core.paths import ANSWERS, BACKBONE, DISTILLED, DISTILLED_SUMMARY, FEATURES, PROMPTS, TEMPLATES, WORK
+from components.core.paths import ANSWERS, BACKBONE, DISTILLATION_REPORT, DISTILLED, FEATURES, PROMPTS, TEMPLATES, WORK
 from components.core.progress import Progress
 from components.data.table import Prompt, read_prompts, read_templates
 from components.decoding import stopping
@@ -118,7 +118,7 @@ def summarise(answers: pd.DataFrame) -> list[dict[str, object]]:
 
 @exits_cleanly
 def main() -> None:
-    """Write answers.parquet, summary.json and the feature shards."""
+    """Write answers.parquet, the feature shards and distillation.json, whose times no later stage may depend on."""
     params = stage_params("distil")
     prompts = [prompt for prompt in read_prompts(PROMPTS) if prompt.split != "test"]
     folder = work_folder(params.head.kv_layers, params.distil)
@@ -126,6 +126,7 @@ def main() -> None:
     answers = collect_answers(prompts, folder)
     templates = read_templates(TEMPLATES)
     equality = compare_with_single(answers, BACKBONE, templates, params.distil.equality_prompts, allowed_cores())
+    equality.check()
     DISTILLED.mkdir(parents=True, exist_ok=True)
     write_table(ANSWERS, answers)
     speed = throughput(run, equality)
@@ -135,7 +136,9 @@ def main() -> None:
         "throughput": speed,
         "distilled_against_single": equality.as_dict(),
     }
-    write_json(DISTILLED_SUMMARY, summary)
+    write_json(DISTILLATION_REPORT, summary)
+    for left_over in folder.glob(".*.tmp"):  # of a shard whose writing was killed
+        left_over.unlink()
     shutil.rmtree(FEATURES, ignore_errors=True)
     folder.rename(FEATURES)
     print(f"distil: {len(answers)} answers, {int(answers['answer_ids'].map(len).sum())} tokens; {equality.line()}")

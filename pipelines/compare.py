@@ -1,9 +1,10 @@
-"""Stage `compare`, on demand: the head against baselines trained on the same answers, and the memory that it saves."""
+"""`mtp compare`: the head against baselines trained on the same answers, and the memory that it saves."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -16,9 +17,10 @@ from tokenizers import Tokenizer
 from components.baselines.contest import Contender, Timed, drafter_rows, run_contest
 from components.baselines.memory import memory_rows, memory_saved
 from components.baselines.roster import GENERIC, MTP, Roster
-from components.core.errors import UserError, exits_cleanly
+from components.core.config import load_params
+from components.core.errors import UserError
 from components.core.files import read_json, sha256_file, write_json
-from components.core.host import host_card, resolve_threads
+from components.core.host import host_card, resolve_threads, set_quiet_environment
 from components.core.paths import (
     ANSWERS,
     BACKBONE,
@@ -41,7 +43,6 @@ from components.modeling.features import Sequence, read_shards
 from components.modeling.head import MTPHead
 from components.modeling.live import LiveEvaluator
 from components.onnx.runtime import open_bundle
-from pipelines.stages.common import stage_params
 
 
 def training_sequences() -> dict[str, list[Sequence]]:
@@ -96,6 +97,7 @@ def compare(params: Any, evaluator: LiveEvaluator, prompts: list[Prompt], folder
     roster = Roster(evaluator, head, training_sequences(), params.train, settings, folder)
     contenders = roster.contenders(cost_of_head(params.train.epochs), params.benchmark.lookup_ngram)
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]  # one thread of our own and the trainer's last minute; far above, times mean nothing
     progress = Progress("compare", len(prompts), "prompts")
     outcomes = run_contest(evaluator, contenders, prompts, length, progress.advance)
     tokens = [token for prompt in prompts for token in prompt.prompt_ids]
@@ -106,6 +108,7 @@ def compare(params: Any, evaluator: LiveEvaluator, prompts: list[Prompt], folder
     bundle = open_bundle(BUNDLE, 1)
     return {
         "drafters": [drafter_document(one, outcomes[one.name], tasks, params) for one in contenders],
+        "load_average_before_timing": load,
         "memory": memory,
         "memory_saved": memory_saved(memory, MTP, GENERIC),
         "head_in_bundle": asdict(look_at_addresses(bundle, prompts[0].prompt_ids, length))
@@ -113,10 +116,17 @@ def compare(params: Any, evaluator: LiveEvaluator, prompts: list[Prompt], folder
     }
 
 
-@exits_cleanly
-def main() -> None:
-    """Write comparison.json."""
-    params = stage_params("compare")
+def run_comparison() -> None:
+    """Write comparison.json.
+
+    Raises:
+        UserError: what it compares is not there yet.
+    """
+    set_quiet_environment()
+    params = load_params()
+    for needed in (ANSWERS, FEATURES, HEAD, TRAINING_REPORT, BUNDLE):
+        if not needed.exists():
+            raise UserError("there is nothing to compare yet", f"no {needed}", "run `mtp repro`, then `mtp compare`")
     torch.use_deterministic_algorithms(True)
     settings, folder = params.compare, work_folder(params)
     prompts = first_of_each_task(read_prompts(PROMPTS), "test", settings.prompts_per_task)
@@ -130,7 +140,3 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     figures = {one["name"]: one["overall"]["extra_tokens_per_pass"] for one in document["drafters"]}
     print("compare: extra tokens per pass " + ", ".join(f"{name} {figure:.2f}" for name, figure in figures.items()))
-
-
-if __name__ == "__main__":
-    main()
