@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,10 +37,15 @@ class ScriptedBackbone:
         self.script, self.rows, self.tentative, self.prompt = list(script), 0, 0, 0
         self.max_length = max_length
         self.passes = 0
+        self.last_logits = self.logits_of([self.script[0]])
 
     @property
     def length(self) -> int:
         return self.rows
+
+    @staticmethod
+    def logits_of(truth: Sequence[int]) -> np.ndarray:
+        return np.eye(100, dtype=np.float32)[list(truth)]
 
     def prefill(self, tokens: Sequence[int]) -> int:
         self.rows = self.prompt = len(tokens)
@@ -57,6 +63,7 @@ class ScriptedBackbone:
         for index, token in enumerate(tokens):
             right = right and token == self.script[at + index]
             truth.append(self.script[at + index + 1] if right else wrong[index])
+        self.last_logits = self.logits_of(truth)
         return truth
 
     def keep(self, rows: int) -> None:

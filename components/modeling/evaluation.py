@@ -46,7 +46,7 @@ def compare(prompt: Prompt, evaluator: LiveEvaluator, drafters: Mapping[str, Pol
     """Decode one prompt plainly and with drafts in every mode, token by token."""
     reference, margins = evaluator.new_answer(prompt), []
     for _ in decode_greedy(evaluator.session, prompt.prompt_ids, reference):
-        margins.append(top2_margin(evaluator.session.logits[-1]))
+        margins.append(top2_margin(evaluator.session.last_logits[-1]))
     judged = {}
     for mode, drafter in drafters.items():
         _, rounds = evaluator.drafted(prompt, drafter, drafter.policy.longest)
