@@ -309,6 +309,13 @@ def test_no_stage_depends_on_code_that_it_does_not_load() -> None:
     assert not wrong, "dvc.yaml has deps that make a stage rerun for nothing"
 
 
+def test_no_stage_can_decode_but_greedily() -> None:
+    """Evidence that a gate reads comes from exact runs only: what changes the text is out of every stage's reach."""
+    others = {f"components.decoding.{name}" for name in ("options", "relaxed", "sampling")}
+    assert others <= set(project_modules())
+    assert not {stage.name for stage in stages() if others & closure(f"pipelines.stages.{stage.name}")}
+
+
 def test_stages_load_no_module_that_the_source_does_not_show() -> None:
     names = [f"pipelines.stages.{stage.name}" for stage in stages()]
     script = (
