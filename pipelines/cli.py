@@ -1,26 +1,21 @@
 """The command line: `mtp repro | run | release | report | gate | generate | evaluate | doctor | ui`.
 
 Owns what people type and what they get back, exit codes included (0 well, 1 refused or not exact, 2 three lines about
-what to mend). It refuses to hide a bug: that keeps its traceback. Its surprising decision: every import stands inside
-the command that needs it, so that `mtp --help` answers in a fraction of a second.
+what to mend). It refuses to hide a bug: that keeps its traceback. Its surprising decision: every heavy import stands
+inside the command that needs it, so that `mtp --help` answers in a fraction of a second.
 """
 
 from __future__ import annotations
 
-import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from components.core.errors import EXIT_USER_ERROR, UserError, exits_cleanly
-
-if TYPE_CHECKING:
-    from components.onnx.generation import Generation, Piece
+from components.core.errors import EXIT_USER_ERROR, exits_cleanly
+from pipelines.generate import Mark
 
 EXIT_REFUSED = 1
-GREEN, PLAIN = "\033[32m", "\033[0m"
 
 app = typer.Typer(
     name="mtp",
@@ -29,14 +24,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-
-class Mark(StrEnum):
-    """How accepted drafts are shown."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
 
 
 def say(text: str) -> None:
@@ -136,54 +123,36 @@ def generate(
     bundle: Annotated[
         Path | None, typer.Option("--bundle", help="folder of the bundle; default: models/bundle")
     ] = None,
-    no_draft: Annotated[bool, typer.Option("--no-draft", help="the backbone alone: the same text, slower")] = False,
+    no_draft: Annotated[
+        bool, typer.Option("--no-draft", help="the backbone alone: the same text, slower; sampled: same distribution")
+    ] = False,
     mark: Annotated[
         Mark, typer.Option("--mark", help="accepted drafts: green on a terminal, else [in brackets] (always: brackets)")
     ] = Mark.auto,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="sample: 0 is greedy, 1 the backbone as it is; default: 0")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="sample from the likeliest tokens that hold this share; default: 1")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="of sampling; drafts or none: same distribution, not the same text; default: 0"),
+    ] = None,
+    relaxed: Annotated[
+        float | None,
+        typer.Option("--relaxed", metavar="MARGIN", help="NOT EXACT: accept drafts within MARGIN of the best logit"),
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="then say where the text leaves the greedy one")] = False,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core this process may use")] = 0,
 ) -> None:
     """Write TEXT's answer as it is decoded, accepted drafts marked, then what it cost."""
     from components.core import paths
-    from components.data.free_text import fill_from_text
-    from components.onnx.runtime import open_bundle
+    from pipelines.generate import Asked, write_answer
 
-    opened = open_bundle(bundle or paths.BUNDLE, threads)
-    slots = fill_from_text(opened.task(task).rendered, text, _parse_slots(slot or []))
-    generation = opened.start(task, slots, draft=not no_draft)
-    for piece in generation.stream():
-        print(marked(piece, mark, sys.stdout.isatty()), end="", flush=True)
-    print(flush=True)
-    where = f"{opened.threads} threads, {opened.manifest.precision}, bundle {opened.sha256[:12]}"
-    print(f"[{cost_line(generation)}; {where}]", file=sys.stderr)
-
-
-def _parse_slots(given: list[str]) -> dict[str, str]:
-    slots = {}
-    for entry in given:
-        name, equals, value = entry.partition("=")
-        if not (name.strip() and equals):
-            raise UserError("--slot needs NAME=VALUE", f"got {entry!r}", "type for example --slot me=Alex")
-        slots[name.strip()] = value
-    return slots
-
-
-def marked(piece: Piece, mark: Mark, terminal: bool) -> str:
-    """A piece of text as shown; spaces around it stay outside the mark."""
-    inner = piece.text.strip()
-    if not piece.drafted or mark is Mark.never or not inner:
-        return piece.text
-    before, _, after = piece.text.partition(inner)
-    shown = f"{GREEN}{inner}{PLAIN}" if terminal and mark is Mark.auto else f"[{inner}]"
-    return f"{before}{shown}{after}"
-
-
-def cost_line(generation: Generation) -> str:
-    """Tokens per pass and tokens/s of a finished answer."""
-    cost = generation.statistics
-    return (
-        f"{cost.tokens} tokens, {cost.tokens_per_pass:.2f} tokens per pass, {cost.tokens_per_s:.1f} tokens/s, "
-        f"{cost.accepted} accepted drafts"
-    )
+    options = {"temperature": temperature, "top_p": top_p, "seed": seed, "relaxed": relaxed}
+    slots, folder = tuple(slot or ()), bundle or paths.BUNDLE
+    write_answer(Asked(text, task, slots, folder, not no_draft, mark, compare, threads, options))
 
 
 @app.command()

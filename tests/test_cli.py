@@ -16,7 +16,7 @@ from components.onnx.generation import Piece
 from helpers_bundle import random_head, tiny_bundle
 from helpers_release import good_documents, write_documents, write_fake_bundle
 from pipelines import cli
-from pipelines.cli import Mark, marked
+from pipelines.generate import Mark, marked, parse_slots
 from pipelines.report import COLUMNS, GAP, load_report, render_markdown, render_text, shown
 from pipelines.repro import drop_dead_locks
 
@@ -184,6 +184,64 @@ def test_generate_gives_the_same_text_with_and_without_drafts_and_what_it_cost(
     assert texts[0].strip()
 
 
+def test_a_seed_gives_the_same_sampled_text_again(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for extra in (["--seed", "3"], ["--seed", "3"], ["--seed", "4"], ["--seed", "3", "--no-draft"]):
+        options = ["--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--mark", "never", *extra]
+        assert mtp(monkeypatch, "generate", *options, "--temperature", "0.9", "--top-p", "0.95", "i has went") == 0
+        shown = capfd.readouterr()
+        texts.append(shown.out)
+        assert f"sampled: temperature 0.9, top-p 0.95, seed {extra[1]}" in shown.err
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_relaxed_acceptance_says_that_it_is_not_exact(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--compare", "i has went"]
+    assert mtp(monkeypatch, "generate", "--relaxed", "1000", *options) == 0
+    relaxed = capfd.readouterr().err
+    assert "not exact: relaxed by 1000, " in relaxed
+    assert "accepted drafts (100%) were not the backbone's choice" in relaxed
+    assert "leaves greedy decoding at token " in relaxed
+    assert mtp(monkeypatch, "generate", *options) == 0
+    exact = capfd.readouterr().err
+    assert "not exact" not in exact
+    assert "same tokens as greedy decoding" in exact
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--temperature", "-0.1"],
+        ["--temperature", "nan"],
+        ["--temperature", "inf"],
+        ["--temperature", "1", "--top-p", "0"],
+        ["--temperature", "1", "--top-p", "1.01"],
+        ["--temperature", "1", "--seed", "-1"],
+        ["--top-p", "0.5"],
+        ["--relaxed", "0"],
+        ["--relaxed", "1", "--temperature", "1"],
+        ["--relaxed", "1", "--no-draft"],
+    ],
+)
+def test_decoding_options_out_of_range_are_three_lines(
+    arguments: list[str], project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Told before a bundle is opened: none lies here."""
+    assert mtp(monkeypatch, "generate", "--task", "proofread", *arguments, "hi") == 2
+    error = capfd.readouterr().err
+    assert [line[:7] for line in error.splitlines()] == ["error: ", " seen: ", " next: "]
+    assert "bundle" not in error
+
+
+@pytest.mark.parametrize("option", ["--temperature", "--top-p", "--seed", "--relaxed"])
+def test_a_decoding_option_is_a_number(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mtp(monkeypatch, "generate", "--task", "proofread", option, "warm", "hi") == 2
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -224,9 +282,9 @@ def test_accepted_drafts_are_marked(piece: Piece, mark: Mark, terminal: bool, sh
 
 
 def test_a_slot_needs_a_name_and_a_value() -> None:
-    assert cli._parse_slots(["me=Ann", "text=a=b"]) == {"me": "Ann", "text": "a=b"}
+    assert parse_slots(("me=Ann", "text=a=b")) == {"me": "Ann", "text": "a=b"}
     with pytest.raises(UserError):
-        cli._parse_slots(["=x"])
+        parse_slots(("=x",))
 
 
 # --- evaluate -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from components.core.errors import UserError
 from components.decoding.comparison import check_wiring, find_mismatch
 from components.decoding.lookup import PromptLookup
-from components.decoding.loop import Round, decode_greedy, decode_with_drafts
+from components.decoding.loop import GREEDY, Round, Rule, decode_greedy, decode_with_drafts
 from components.decoding.metrics import (
     Acceptance,
     add_up,
@@ -20,6 +21,8 @@ from components.decoding.metrics import (
     first_mismatch,
     is_looping,
 )
+from components.decoding.relaxed import Relaxed
+from components.decoding.sampling import Sampling
 from components.decoding.stopping import Answer, StopRule
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -36,10 +39,15 @@ class ScriptedBackbone:
         self.script, self.rows, self.tentative, self.prompt = list(script), 0, 0, 0
         self.max_length = max_length
         self.passes = 0
+        self.last_logits = self.logits_of([self.script[0]])
 
     @property
     def length(self) -> int:
         return self.rows
+
+    @staticmethod
+    def logits_of(truth: Sequence[int]) -> np.ndarray:
+        return np.eye(100, dtype=np.float32)[list(truth)]
 
     def prefill(self, tokens: Sequence[int]) -> int:
         self.rows = self.prompt = len(tokens)
@@ -57,6 +65,7 @@ class ScriptedBackbone:
         for index, token in enumerate(tokens):
             right = right and token == self.script[at + index]
             truth.append(self.script[at + index + 1] if right else wrong[index])
+        self.last_logits = self.logits_of(truth)
         return truth
 
     def keep(self, rows: int) -> None:
@@ -86,22 +95,32 @@ class NoisyDrafter:
     eos=st.frozensets(st.integers(0, 12), max_size=3),
     stop=st.sampled_from(["", "ab", "c", "dda"]),
     room=st.integers(0, 70),
+    exact=st.sampled_from([GREEDY, Sampling(temperature=0.0), Sampling(temperature=1e-3, top_p=0.9), Relaxed(1e-3)]),
 )
 def test_drafting_never_changes_the_tokens(
-    script: list[int], noise: list[bool], draft_length: int, budget: int, eos: frozenset[int], stop: str, room: int
+    script: list[int],
+    noise: list[bool],
+    draft_length: int,
+    budget: int,
+    eos: frozenset[int],
+    stop: str,
+    room: int,
+    exact: Rule,
 ) -> None:
     rule = StopRule(eos, (stop,) if stop else (), budget)
     prompt = [1, 2, 3]
     reference, answer = Answer(rule, letters), Answer(rule, letters)
     list(decode_greedy(ScriptedBackbone(script), prompt, reference))
     backbone = ScriptedBackbone(script, max_length=len(prompt) + budget + room)
-    rounds = list(decode_with_drafts(backbone, NoisyDrafter(script, noise, len(prompt)), prompt, answer, draft_length))
-    assert answer.tokens == reference.tokens
+    drafter = NoisyDrafter(script, noise, len(prompt))
+    rounds = list(decode_with_drafts(backbone, drafter, prompt, answer, draft_length, exact))
+    assert answer.tokens == reference.tokens == script[: len(reference.tokens)]
     assert answer.stop_reason == reference.stop_reason
     assert answer.text() == reference.text()
     assert len(answer.tokens) <= budget
     assert sum(len(round_.emitted) for round_ in rounds) == len(answer.tokens)
     assert all(len(round_.drafted) <= draft_length for round_ in rounds)
+    assert not any(round_.departed for round_ in rounds)
 
 
 def test_a_right_drafter_emits_whole_rounds() -> None:

@@ -52,7 +52,7 @@ HOMES = {
     "onnxruntime_genai": r"components/onnx/backbone_graph\.py",
     "onnx": r"components/onnx/.*",
     "onnx_ir": r"components/onnx/.*",
-    "torch": r"components/(modeling|baselines)/.*|components/onnx/(?!runtime|generation).*|pipelines/(stages/.*|compare\.py)",
+    "torch": r"components/(modeling|baselines|onnx(?!/runtime|/generation))/.*|pipelines/(stages/.*|compare\.py)",
     "transformers": r"components/(modeling|baselines)/.*|components/onnx/(?!runtime|generation).*|pipelines/stages/.*",
     "gguf": r"components/modeling/.*",
     "typer": r"pipelines/.*",
@@ -308,6 +308,13 @@ def test_no_stage_depends_on_code_that_it_does_not_load() -> None:
         if not any(path.is_relative_to(dep) for path in code_files(stage))
     }
     assert not wrong, "dvc.yaml has deps that make a stage rerun for nothing"
+
+
+def test_no_stage_can_decode_but_greedily() -> None:
+    """Evidence that a gate reads comes from exact runs only: what changes the text is out of every stage's reach."""
+    others = {f"components.decoding.{name}" for name in ("options", "relaxed", "sampling")}
+    assert others <= set(project_modules())
+    assert not {stage.name for stage in stages() if others & closure(f"pipelines.stages.{stage.name}")}
 
 
 def test_stages_load_no_module_that_the_source_does_not_show() -> None:

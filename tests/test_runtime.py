@@ -14,9 +14,13 @@ import pytest
 from components.core.errors import UserError
 from components.core.manifest import MANIFEST_FILE
 from components.decoding.lookup import PromptLookup
+from components.decoding.loop import decode_with_drafts
+from components.decoding.relaxed import Relaxed
+from components.decoding.sampling import Sampling
 from components.decoding.stopping import Answer, StopRule
 from components.devices.shared_rows import look_at_addresses
 from components.modeling.backbone import load_backbone
+from components.modeling.session import TorchBackbone
 from components.onnx.runtime import Bundle, open_bundle, share
 from helpers_bundle import DRAFT_LENGTH, MAX_LENGTH, SLOTS, Oracle, random_head, tiny_bundle
 
@@ -107,6 +111,40 @@ def test_head_and_lookup_give_the_greedy_tokens(bundle: Bundle) -> None:
         made = bundle.start_from_ids(PROMPT, empty_answer(bundle), drafter).finish()
         assert made.answer.tokens == reference.tokens
         assert sum(len(round_.drafted) for round_ in made.history) > 0 or drafter is not head
+
+
+@pytest.mark.parametrize("rule", [Sampling(0.0), Sampling(1e-4)])
+def test_cold_sampling_with_the_head_is_greedy(bundle: Bundle, rule: Sampling) -> None:
+    made = bundle.start_from_ids(PROMPT, empty_answer(bundle), bundle.drafter(), rule=rule).finish()
+    assert made.answer.tokens == greedy(bundle).tokens
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_seed_gives_the_same_text_here_and_in_torch(bundle: Bundle, tiny_backbone_dir: Path, drafted: bool) -> None:
+    """Both sides hand the rule the logits of the right rows: one shifted row would give another text."""
+    drafter = Oracle(PROMPT, greedy(bundle).tokens, bundle.manifest.backbone.vocab_size) if drafted else None
+    texts: list[list[list[int]]] = []
+    for backbone in (bundle.backbone, bundle.backbone, TorchBackbone(load_backbone(tiny_backbone_dir), MAX_LENGTH)):
+        answers = [empty_answer(bundle) for _ in range(6)]
+        accepted = 0
+        for seed, answer in enumerate(answers, start=10):
+            rounds = decode_with_drafts(backbone, drafter, PROMPT, answer, 3, Sampling(0.15, 0.95, seed))
+            accepted += sum(round_.accepted for round_ in rounds)
+        assert (accepted > 0) is drafted
+        texts.append([answer.tokens for answer in answers])
+    assert texts[0] == texts[1] == texts[2]
+    assert len({tuple(tokens) for tokens in texts[0]}) > 1
+
+
+def test_relaxed_acceptance_counts_what_the_backbone_would_not_have_written(bundle: Bundle) -> None:
+    reference = greedy(bundle)
+    oracle = Oracle(PROMPT, reference.tokens, bundle.manifest.backbone.vocab_size, wrong_every=2)
+    made = bundle.start_from_ids(PROMPT, empty_answer(bundle), oracle, 3, Relaxed(1e4)).finish()
+    cost = made.statistics
+    assert made.answer.tokens != reference.tokens
+    assert cost.passes == -(-(BUDGET - 1) // 4)
+    assert 0 < cost.departed <= cost.accepted
+    assert bundle.start_from_ids(PROMPT, empty_answer(bundle), None).finish().statistics.departed == 0
 
 
 def test_rejected_rows_are_never_seen(bundle: Bundle) -> None:

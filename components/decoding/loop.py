@@ -1,16 +1,19 @@
-"""The draft-verify loop, and the plain greedy loop it must equal.
+"""The draft-verify loop: one for every way to decode, with drafts and without.
 
 Owns the decode contract: rounds, acceptance, roll-back; torch and onnxruntime only supply forward passes through
 `Backbone`. Speculative decoding with greedy verification: Stern et al. 2018 (arXiv 1811.03115), Leviathan et al. 2023
-(arXiv 2211.17192). Its surprising decision: a drafter is anything with `propose`, so prompt lookup and the head run in
-the very same loop.
+(arXiv 2211.17192). It refuses to know how tokens are chosen: that is a `Rule`, greedy unless another is given. Its
+surprising decision: a drafter is anything with `propose`, so prompt lookup, the head and no drafter at all run in the
+very same loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from numpy.typing import ArrayLike
 
 from components.decoding.stopping import Answer
 
@@ -29,6 +32,10 @@ class Backbone(Protocol):
     @property
     def max_length(self) -> int:
         """Rows that the cache can hold."""
+
+    @property
+    def last_logits(self) -> ArrayLike:
+        """Logits of the last pass, [q, vocab_size]; one row after prefill. The next pass may overwrite them."""
 
     def prefill(self, tokens: Sequence[int]) -> int:
         """Forget everything, process a prompt, keep all its rows; return the argmax after its last token."""
@@ -54,12 +61,26 @@ class Round:
     Attributes:
         emitted: tokens added to the answer by this pass; the first round (prefill) emits one.
         drafted: tokens proposed before the pass.
-        accepted: drafts that were right *and* emitted.
+        accepted: drafts that the rule let stand *and* that were emitted.
+        departed: those of them that were not the backbone's argmax; none under the greedy rule.
     """
 
     emitted: tuple[int, ...]
     drafted: tuple[int, ...]
     accepted: int
+    departed: int = 0
+
+
+# From the drafts of a pass, the argmax after each of its tokens and the logits they come from, to the tokens that the
+# pass adds: the drafts that stand, then exactly one of the rule's own.
+Settle = Callable[[Sequence[int], Sequence[int], ArrayLike], list[int]]
+
+
+class Rule(Protocol):
+    """How tokens are chosen; describes, and holds no state of an answer."""
+
+    def begin(self) -> Settle:
+        """Start an answer."""
 
 
 def longest_match(drafts: Sequence[int], truth: Sequence[int]) -> int:
@@ -70,40 +91,52 @@ def longest_match(drafts: Sequence[int], truth: Sequence[int]) -> int:
     return matched
 
 
+class Greedy:
+    """Always the argmax: drafts stand as far as they equal it."""
+
+    def begin(self) -> Settle:
+        """Nothing to remember."""
+        return lambda drafts, best, logits: list(best[: longest_match(drafts, best) + 1])
+
+
+GREEDY = Greedy()
+
+
 def decode_greedy(backbone: Backbone, prompt: Sequence[int], answer: Answer) -> Iterator[Round]:
-    """Plain one-token-at-a-time greedy decoding: the reference every other mode must equal."""
-    token = backbone.prefill(prompt)
-    answer.append(token)
-    yield Round((token,), (), 0)
-    while not answer.done:
-        (token,) = backbone.verify([token])
-        backbone.keep(1)
-        answer.append(token)
-        yield Round((token,), (), 0)
+    """Plain one-token-at-a-time greedy decoding: the reference every other exact mode must equal."""
+    return decode_with_drafts(backbone, None, prompt, answer, 0)
 
 
 def decode_with_drafts(
-    backbone: Backbone, drafter: Drafter, prompt: Sequence[int], answer: Answer, draft_length: int
+    backbone: Backbone,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    answer: Answer,
+    draft_length: int,
+    rule: Rule = GREEDY,
 ) -> Iterator[Round]:
-    """Greedy decoding with drafts; emits the same tokens as :func:`decode_greedy`.
+    """Decode with drafts; under the greedy rule it emits the same tokens as :func:`decode_greedy`.
 
     Drafts are cut to the token budget (one place is the bonus token's) and to the rows left in the cache, so neither
-    limit is ever passed inside a round.
+    limit is ever passed inside a round. Without a drafter a pass adds one token.
     """
-    context = list(prompt)
-    token = backbone.prefill(prompt)
+    context, settle = list(prompt), rule.begin()
+    best = [backbone.prefill(prompt)]
+    (token,) = settle([], best, backbone.last_logits)
     answer.append(token)
     context.append(token)
     yield Round((token,), (), 0)
     while not answer.done:
         limit = min(draft_length, answer.remaining - 1, backbone.max_length - backbone.length - 1)
-        drafts = drafter.propose(context, limit) if limit > 0 else []
-        truth = backbone.verify([context[-1], *drafts])
-        accepted = longest_match(drafts, truth)
-        backbone.keep(1 + accepted)
-        emitted = _append_until_done(answer, truth[: accepted + 1])
+        drafts = drafter.propose(context, limit) if drafter is not None and limit > 0 else []
+        best = backbone.verify([context[-1], *drafts])
+        run = settle(drafts, best, backbone.last_logits)
+        backbone.keep(len(run))
+        emitted = _append_until_done(answer, run)
         context.extend(emitted)
-        yield Round(tuple(emitted), tuple(drafts), min(accepted, len(emitted)))
+        accepted = min(len(run) - 1, len(emitted))
+        departed = sum(token != choice for token, choice in zip(emitted[:accepted], best, strict=False))
+        yield Round(tuple(emitted), tuple(drafts), accepted, departed)
 
 
 def _append_until_done(answer: Answer, tokens: Sequence[int]) -> list[int]:

@@ -66,7 +66,9 @@ def record(head: MTPHead, backbone: Backbone, sequence: CapturedSequence, task: 
 
 
 class _Replay:
-    """Both sides of the loop, played from a trace."""
+    """Both sides of the loop, played from a trace, which holds choices and no logits."""
+
+    last_logits = ()
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.length, self.max_length = trace, 0, 1 << 30

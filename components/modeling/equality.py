@@ -117,7 +117,7 @@ def _decode_singly(question: Question) -> SingleAnswer:
     session = TorchBackbone(backbone, len(question.prompt) + task.max_new_tokens + 1)
     answer, margins, started = Answer(rule, tokenizer.decode), [], time.monotonic()
     for _ in decode_greedy(session, list(question.prompt), answer):
-        margins.append(top2_margin(session.logits[-1]))
+        margins.append(top2_margin(session.last_logits[-1]))
     busy_s = time.monotonic() - started
     mismatch = find_mismatch(question.prompt_id, answer.tokens, list(question.answer), margins)
     return SingleAnswer(question.prompt_id, len(answer.tokens), busy_s, mismatch)

@@ -75,7 +75,7 @@ class LiveEvaluator:
         """Decode one token at a time; the answer and the top-2 margin of each of its tokens."""
         answer, margins = self.new_answer(prompt), []
         for _ in decode_greedy(self.session, prompt.prompt_ids, answer):
-            margins.append(top2_margin(self.session.logits[-1]))
+            margins.append(top2_margin(self.session.last_logits[-1]))
         return answer, margins
 
     def new_answer(self, prompt: Prompt) -> Answer:

@@ -50,7 +50,7 @@ class TorchBackbone:
     Attributes:
         cache: transformers cache; layer ``i`` holds keys and values [1, kv_heads, length, head_dim] float32.
         hidden: hidden states after the final norm of the last pass, [1, q, hidden_size].
-        logits: logits of the last pass, [q, vocab_size]; after prefill one row.
+        last_logits: logits of the last pass, [q, vocab_size]; after prefill one row.
     """
 
     def __init__(self, backbone: Backbone, max_length: int) -> None:
@@ -58,7 +58,7 @@ class TorchBackbone:
         self._max_length = max_length
         self.cache = DynamicCache()
         self.hidden = torch.empty(0)
-        self.logits = torch.empty(0)
+        self.last_logits = torch.empty(0)
         self._length = 0
 
     @property
@@ -90,16 +90,16 @@ class TorchBackbone:
         self.cache = DynamicCache()
         self._length = 0
         self._forward(tokens)
-        self.logits = self._logits(self.hidden[0, -1:])
+        self.last_logits = self._logits(self.hidden[0, -1:])
         self.keep(len(tokens))
-        return int(self.logits[0].argmax())
+        return int(self.last_logits[0].argmax())
 
     @torch.inference_mode()
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """One pass over ``tokens``; returns the argmax after each."""
         self._forward(tokens)
-        self.logits = self._logits(self.hidden[0])
-        return [int(token) for token in self.logits.argmax(dim=-1)]
+        self.last_logits = self._logits(self.hidden[0])
+        return [int(token) for token in self.last_logits.argmax(dim=-1)]
 
     def keep(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last pass; the rest is cropped from every layer."""

@@ -39,6 +39,7 @@ class Statistics:
         tokens: tokens of the answer.
         passes: backbone passes after prefill.
         accepted: accepted drafts.
+        departed: accepted drafts that were not the backbone's argmax; none under the greedy rule.
         first_token_s: seconds to the first token (prefill).
         decode_s: seconds for all others, drafting included.
     """
@@ -47,6 +48,7 @@ class Statistics:
     tokens: int
     passes: int
     accepted: int
+    departed: int
     first_token_s: float
     decode_s: float
 
@@ -122,6 +124,7 @@ class Generation:
             tokens=len(self.answer.tokens),
             passes=max(len(self.history) - 1, 0),
             accepted=sum(round_.accepted for round_ in self.history),
+            departed=sum(round_.departed for round_ in self.history),
             first_token_s=sum(self.seconds[:1]),
             decode_s=sum(self.seconds[1:]),
         )

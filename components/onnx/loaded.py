@@ -19,7 +19,7 @@ from components.core.errors import UserError
 from components.core.manifest import DraftPolicy, Manifest, TaskPrompt
 from components.data.template import encode_prompt
 from components.decoding.drafting import PolicyDrafter
-from components.decoding.loop import Drafter, decode_greedy, decode_with_drafts
+from components.decoding.loop import GREEDY, Drafter, Rule, decode_with_drafts
 from components.decoding.stopping import Answer, StopRule
 from components.onnx.generation import Generation
 
@@ -73,22 +73,28 @@ class Bundle:
         """The head under ``policy``, or under the bundle's own."""
         return PolicyDrafter(self.head, policy or self.manifest.policies.policy, self.manifest.backbone.eos_ids)
 
-    def start(self, task: str, slots: Mapping[str, str], draft: bool = True) -> Generation:
+    def start(self, task: str, slots: Mapping[str, str], draft: bool = True, rule: Rule = GREEDY) -> Generation:
         """Begin an answer; nothing runs before the first round is asked for.
 
         Args:
             task: a task of the bundle.
             slots: text for the slots of its prompt.
             draft: False decodes with the backbone alone.
+            rule: how tokens are chosen.
 
         Raises:
             UserError: unknown task, empty slot, or a text that does not fit.
         """
         prompt = encode_prompt(self.tokenizer, self.task(task).rendered, slots)
-        return self.start_from_ids(prompt, self.answer(task), self.drafter() if draft else None)
+        return self.start_from_ids(prompt, self.answer(task), self.drafter() if draft else None, rule=rule)
 
     def start_from_ids(
-        self, prompt: list[int], answer: Answer, drafter: Drafter | None, draft_length: int | None = None
+        self,
+        prompt: list[int],
+        answer: Answer,
+        drafter: Drafter | None,
+        draft_length: int | None = None,
+        rule: Rule = GREEDY,
     ) -> Generation:
         """Begin an answer to token ids, with any drafter, or plainly with none.
 
@@ -98,17 +104,14 @@ class Bundle:
         self._check_room(prompt, answer)
         self._generations += 1
         mine = self._generations
-        if drafter is None:
-            source = decode_greedy(self.backbone, prompt, answer)
-        else:
-            length = draft_length or self.manifest.policies.policy.longest
-            source = decode_with_drafts(self.backbone, drafter, prompt, answer, length)
+        length = draft_length or self.manifest.policies.policy.longest
+        source = decode_with_drafts(self.backbone, drafter, prompt, answer, length, rule)
         return Generation(prompt, answer, source, lambda: self._generations == mine)
 
-    def complete(self, task: str, slots: Mapping[str, str], draft: bool = True) -> Generation:
+    def complete(self, task: str, slots: Mapping[str, str], draft: bool = True, rule: Rule = GREEDY) -> Generation:
         """A whole answer; safe to call from several threads."""
         with self.lock:
-            return self.start(task, slots, draft).finish()
+            return self.start(task, slots, draft, rule).finish()
 
     def _check_room(self, prompt: list[int], answer: Answer) -> None:
         budget = answer.rule.max_new_tokens

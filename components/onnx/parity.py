@@ -71,7 +71,7 @@ class _Counts:
     def add_rows(self, ort: OrtBackbone, torch_side: TorchBackbone) -> None:
         """Compare the last pass of both sides."""
         self.hidden.append(float(np.abs(ort.pass_hidden - torch_side.hidden[0].numpy()).max()))
-        logits = torch_side.logits.numpy()
+        logits = torch_side.last_logits.numpy()
         self.logits.append(float(np.abs(ort.last_logits - logits).max()))
         self.equal += list(ort.last_logits.argmax(axis=-1) == logits.argmax(axis=-1))
 
