@@ -52,6 +52,12 @@ def test_a_wrong_key_is_named_in_three_lines(document: Any, path: tuple[str, ...
     assert len(error.value.render().splitlines()) == 3
 
 
+def test_a_misspelt_key_is_named_as_it_was_written(document: Any) -> None:
+    document["distil"]["chunk_promts"] = document["distil"].pop("chunk_prompts")
+    with pytest.raises(UserError, match="chunk_promts"):
+        parse_params(document)
+
+
 @pytest.mark.parametrize("text", ["a: [1", "", "- 1", "backbone: 3"])
 def test_a_broken_file_is_a_user_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "params.yaml"

@@ -262,7 +262,8 @@ class Params(Strict):
 
 
 def _first_problem(error: ValidationError) -> tuple[str, str]:
-    problem = error.errors()[0]
+    # A misspelt key is unknown and leaves another one missing: what was written is named, not what was meant.
+    problem = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in problem["loc"]) or "the file"
     kinds = {"extra_forbidden": "unknown key", "missing": "missing key"}
     seen = kinds.get(problem["type"], problem["msg"])
