@@ -127,7 +127,8 @@ def generate(
         bool, typer.Option("--no-draft", help="the backbone alone: the same text, slower; sampled: same distribution")
     ] = False,
     mark: Annotated[
-        Mark, typer.Option("--mark", help="accepted drafts: green on a terminal, else [in brackets] (always: brackets)")
+        Mark,
+        typer.Option("--mark", help="accepted drafts: green on a terminal, else in brackets (always: in brackets)"),
     ] = Mark.auto,
     temperature: Annotated[
         float | None, typer.Option("--temperature", help="sample: 0 is greedy, 1 the backbone as it is; default: 0")
@@ -173,7 +174,7 @@ def evaluate(
 ) -> None:
     """Measure the bundle on your own texts: exactness, acceptance, speed; exit 1 when an answer is not the plain one.
 
-    Every text is answered in turn plainly, with the head, and with prompt lookup. It may be unlike all training text.
+    Every text is answered in turn plainly, with drafts, and with prompt lookup. It may be unlike all training text.
 
     A notification stack is written {"text": "Anna: at 5? | Ben: yes"}. Keys that are no slots are left alone.
     """

@@ -41,7 +41,7 @@ EASE_AND_SPEED = (
     ("echo", "echo_rate", "{:.2f}"),
     ("accept. length of prompt lookup", "prompt_lookup_acceptance_length", "{:.2f}"),
     ("tokens/s alone", "greedy_tokens_per_s", "{:.1f}"),
-    ("tokens/s with the head", "mtp_tokens_per_s", "{:.1f}"),
+    ("tokens/s with drafts", "mtp_tokens_per_s", "{:.1f}"),
     ("speed-up", "speedup", "{:.2f}x"),
     ("speed-up, prompt included", "speedup_with_prompt", "{:.2f}x"),
 )

@@ -46,12 +46,13 @@ COLUMNS = (
     Column("head only", "verification", "head_extra_tokens_per_pass", "{:.2f}"),
     Column("at most", "verification", "most_tokens_extra_tokens_per_pass", "{:.2f}"),
     Column("alone tok/s", "benchmark", "greedy_tokens_per_s", "{:.1f}"),
-    Column("head tok/s", "benchmark", "mtp_tokens_per_s", "{:.1f}"),
+    Column("drafted tok/s", "benchmark", "mtp_tokens_per_s", "{:.1f}"),
     Column("speed-up", "benchmark", "speedup", "{:.2f}x", with_interval=True),
     Column("with prompt", "benchmark", "speedup_with_prompt", "{:.2f}x"),
     Column("echo", "benchmark", "echo_rate", "{:.2f}"),
     Column("loops", "verification", "loop_share", "{:.0%}"),
     Column("lookup", "benchmark", "prompt_lookup_acceptance_length", "{:.2f}"),
+    Column("its speed-up", "benchmark", "prompt_lookup_speedup", "{:.2f}x"),
 )
 
 
