@@ -37,12 +37,12 @@ def test_an_error_in_a_process_reaches_the_caller() -> None:
         list(map_processes(times, [1, 13, 2], 2, prepare, (10,)))
 
 
-PARENT = """
+PARENT = r"""
 import os, signal, sys
 from components.core.parallel import map_processes
 
 def start():
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\n".encode())  # one write: two workers must not share a line
 
 def hang(_):
     signal.pause()
@@ -59,8 +59,10 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        worker = os.pidfd_open(int(parent.stdout.readline()))
-        parent.send_signal(signal.SIGKILL)
+        try:
+            worker = os.pidfd_open(int(parent.stdout.readline()))
+        finally:
+            parent.send_signal(signal.SIGKILL)  # in any case: nothing else would end it
         ended, _, _ = select.select([worker], [], [], 30)
     os.close(worker)
     assert ended, "the worker outlived its parent"
