@@ -57,7 +57,8 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True) as parent:
+    command, pipe, null = [sys.executable, str(script)], subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=null, text=True) as parent:
         assert parent.stdout is not None
         try:
             worker = os.pidfd_open(int(parent.stdout.readline()))
