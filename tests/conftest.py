@@ -109,3 +109,19 @@ def tiny_head_dir(tiny_backbone_dir: Path, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("tiny") / "head"
     new_head(shape, load_backbone(tiny_backbone_dir), [], seed=0).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def backbone(tiny_backbone_dir: Path) -> Any:
+    """The tiny backbone as everything but distillation loads it, anew for each module: tests may set its attributes."""
+    from components.modeling.backbone import load_backbone
+
+    return load_backbone(tiny_backbone_dir)
+
+
+@pytest.fixture(scope="module")
+def decode(tiny_backbone_dir: Path) -> Any:
+    """Token ids of the tiny backbone to text."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(tiny_backbone_dir / "tokenizer.json")).decode

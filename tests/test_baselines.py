@@ -99,11 +99,6 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def backbone(tiny_backbone_dir: Path) -> Backbone:
-    return load_backbone(tiny_backbone_dir)
-
-
-@pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
     generator = torch.Generator().manual_seed(4)
     ids = [torch.randint(3, 300, (4 + i,), generator=generator).tolist() for i in range(16)]

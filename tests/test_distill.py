@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from components.core import paths
 from components.core.config import Distil
@@ -42,19 +41,8 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def backbone(tiny_backbone_dir: Path) -> Backbone:
-    """As everything but distillation loads it."""
-    return load_backbone(tiny_backbone_dir)
-
-
-@pytest.fixture(scope="module")
 def packed(tiny_backbone_dir: Path) -> Backbone:
     return load_backbone(tiny_backbone_dir, ATTENTION)
-
-
-@pytest.fixture(scope="module")
-def decode(tiny_backbone_dir: Path) -> Any:
-    return Tokenizer.from_file(str(tiny_backbone_dir / "tokenizer.json")).decode
 
 
 def random_ids(count: int, seed: int) -> tuple[int, ...]:

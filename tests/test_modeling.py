@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from components.core.config import Head, Package, Train
 from components.core.errors import UserError
@@ -33,16 +32,6 @@ SHAPE = Head(kv_layers=KV_LAYERS, intermediate_size=96, draft_vocabulary_size=30
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def backbone(tiny_backbone_dir: Path) -> Backbone:
-    return load_backbone(tiny_backbone_dir)
-
-
-@pytest.fixture(scope="module")
-def decode(tiny_backbone_dir: Path) -> Any:
-    return Tokenizer.from_file(str(tiny_backbone_dir / "tokenizer.json")).decode
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
