@@ -1,4 +1,4 @@
-"""The command line: `mtp repro | run | release | report | gate | generate | evaluate | doctor | ui`.
+"""The command line: `mtp repro | study | run | release | report | gate | generate | evaluate | doctor | ui`.
 
 Owns what people type and what they get back, exit codes included (0 well, 1 refused or not exact, 2 three lines about
 what to mend). It refuses to hide a bug: that keeps its traceback. Its surprising decision: every heavy import stands
@@ -52,6 +52,16 @@ def compare() -> None:
     from pipelines.compare import run_comparison
 
     run_comparison()
+
+
+@app.command()
+def study(
+    file: Annotated[Path, typer.Argument(help="variants to train, as in docs/study.yaml")] = Path("docs/study.yaml"),
+) -> None:
+    """Train heads that differ by one thing each and judge them on the same held-out answers; minutes each."""
+    from pipelines.study import run_study
+
+    run_study(file)
 
 
 @app.command()

@@ -52,7 +52,7 @@ HOMES = {
     "onnxruntime_genai": r"components/onnx/backbone_graph\.py",
     "onnx": r"components/onnx/.*",
     "onnx_ir": r"components/onnx/.*",
-    "torch": r"components/(modeling|baselines|onnx(?!/runtime|/generation))/.*|pipelines/(stages/.*|compare\.py)",
+    "torch": r"components/(modeling|baselines|onnx(?!/runtime|/generation))/.*|pipelines/(stages/.*|compare|study)\.py",
     "transformers": r"components/(modeling|baselines)/.*|components/onnx/(?!runtime|generation).*|pipelines/stages/.*",
     "gguf": r"components/modeling/.*",
     "typer": r"pipelines/.*",

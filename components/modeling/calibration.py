@@ -18,7 +18,7 @@ from components.core.config import Drafting
 from components.core.errors import UserError
 from components.core.manifest import DraftPolicy, TaskPrompt
 from components.decoding.drafting import PolicyDrafter
-from components.decoding.loop import decode_with_drafts
+from components.decoding.loop import Round, decode_with_drafts
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone
 from components.modeling.batches import collate, make_vocabulary
@@ -65,8 +65,13 @@ def record(head: MTPHead, backbone: Backbone, sequence: CapturedSequence, task: 
     return Trace(task, sequence.prompt, sequence.answer, *(tuple(map(tuple, part)) for part in rows))
 
 
-class _Replay:
-    """Both sides of the loop, played from a trace, which holds choices and no logits."""
+class Replay:
+    """Both sides of the loop, played from a trace, which holds choices and no logits.
+
+    Attributes:
+        steps: of the head.
+        widths: rows of each pass.
+    """
 
     last_logits = ()
 
@@ -76,19 +81,23 @@ class _Replay:
         self.widths: list[int] = []
 
     def prefill(self, tokens: Sequence[int]) -> int:
+        """The answer's first token."""
         self.length = len(tokens)
         return self.trace.answer[0]
 
     def verify(self, tokens: Sequence[int]) -> list[int]:
+        """What the answer goes on with."""
         self.widths.append(len(tokens))
         first = self.length - len(self.trace.prompt) + 1
         truth = list(self.trace.answer[first : first + len(tokens)])
         return truth + [-1] * (len(tokens) - len(truth))  # behind the end nothing is accepted
 
     def keep(self, rows: int) -> None:
+        """Move on."""
         self.length += rows
 
     def drafts(self, token: int) -> Iterator[tuple[int, float]]:
+        """The recorded drafts of this position."""
         anchor = self.length - len(self.trace.prompt)
         for draft in zip(self.trace.drafts[anchor], self.trace.probabilities[anchor], strict=True):
             self.steps += 1
@@ -110,6 +119,20 @@ class Score:
     speedup: float
 
 
+def replay_answer(
+    trace: Trace,
+    policy: DraftPolicy,
+    task: TaskPrompt,
+    eos_ids: Sequence[int],
+    decode: Callable[[Sequence[int]], str],
+) -> tuple[Replay, list[Round]]:
+    """One answer through the real loop under one policy; the player that counted passes and steps, and the rounds."""
+    player = Replay(trace)
+    answer = Answer(StopRule(frozenset(eos_ids), tuple(task.stop_texts), task.max_new_tokens), decode)
+    drafter = PolicyDrafter(player, policy, eos_ids)
+    return player, list(decode_with_drafts(player, drafter, trace.prompt, answer, policy.longest))
+
+
 def replay(
     traces: Sequence[Trace],
     policy: DraftPolicy,
@@ -122,13 +145,9 @@ def replay(
     passes = tokens = steps = 0
     seconds = 0.0
     for trace in traces:
-        task, player = tasks[trace.task], _Replay(trace)
-        answer = Answer(StopRule(frozenset(eos_ids), tuple(task.stop_texts), task.max_new_tokens), decode)
-        drafter = PolicyDrafter(player, policy, eos_ids)
-        for _ in decode_with_drafts(player, drafter, trace.prompt, answer, policy.longest):
-            pass
+        player, rounds = replay_answer(trace, policy, tasks[trace.task], eos_ids, decode)
         passes += len(player.widths)
-        tokens += len(answer.tokens) - 1
+        tokens += sum(len(one.emitted) for one in rounds) - 1
         steps += player.steps
         seconds += sum(costs.pass_cost[width - 1] for width in player.widths) + player.steps * costs.step_cost
     if not passes:
