@@ -36,6 +36,7 @@ from components.modeling.study import (
     StudyPlan,
     Variant,
     capture_layers,
+    first_share,
     make_variants,
     split_answers,
     train_variant,
@@ -136,7 +137,8 @@ def run_study(path: Path) -> None:
     params, plan = load_params(), read_plan(path)
     variants = make_variants(plan, params.head, params.train)
     by_task = training_sequences()
-    training, judges = split_answers(by_task, plan.held_out_per_task, max(one.share for one in variants))
+    largest = max(variant.share for variant in variants)
+    training, judges = split_answers(by_task, plan.held_out_per_task, largest)
     threads = resolve_threads(params.runtime.threads)
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
@@ -155,7 +157,10 @@ def run_study(path: Path) -> None:
     bootstrap = Bootstrap(params.evaluate.bootstrap_samples, params.evaluate.seed)
     judge = Judge(backbone, judges, layers, read_templates(TEMPLATES), decode, plan.draft_length, bootstrap)
     key = key_of(data, plan.held_out_per_task, plan.draft_length)
-    rows = run_variants(
-        plan, variants, key, lambda variant, work: train_variant(variant, training, layers, judge, work), threads
-    )
+
+    def train(variant: Variant, work: Path) -> dict[str, Any]:
+        part = {task: first_share(sequences, variant.share / largest) for task, sequences in training.items()}
+        return train_variant(variant, part, layers, judge, work)
+
+    rows = run_variants(plan, variants, key, train, threads)
     print("\n".join(study_table(rows)))

@@ -133,7 +133,11 @@ def test_a_study_grows_and_trains_nothing_twice(project: Path, capsys: pytest.Ca
     assert "study: base" not in out
     later = json.loads(paths.STUDY_REPORT.read_text(encoding="utf-8"))
     assert later["rows"][:2] == first["rows"]
-    assert later["rows"][2]["sequences"] < first["rows"][0]["sequences"]
+    assert [row["sequences"] for row in later["rows"]] == [12, 12, 6]
+    file.write_text(json.dumps(plan(alone={"share": 0.5, "train.seed": 7}).model_dump()))
+    run_study(file)
+    alone = json.loads(paths.STUDY_REPORT.read_text(encoding="utf-8"))["rows"][-1]
+    assert alone["sequences"] == 6, "a share of a share was taken"
 
 
 def test_a_file_that_is_no_study_gets_three_lines(tmp_path: Path) -> None:

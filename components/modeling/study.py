@@ -181,13 +181,11 @@ def train_variant(
     """Train one head and judge it; plain data for JSON.
 
     Args:
-        training: answers by task, each in the order that shares are cut from; holding ``layers``.
+        training: answers by task, holding ``layers``.
         folder: keeps checkpoints, so that a killed study goes on.
     """
     started, wanted = time.perf_counter(), variant.head.kv_layers
-    sequences = [
-        reading(one, layers, wanted) for task in sorted(training) for one in first_share(training[task], variant.share)
-    ]
+    sequences = [reading(one, layers, wanted) for task in sorted(training) for one in training[task]]
     head = new_head(variant.head, judge_.backbone, sequences, variant.train.seed)
     result = Trainer(head, judge_.backbone, sequences, variant.train, folder).run(lambda _: {}, lambda *_: None)
     trained_s = time.perf_counter() - started
