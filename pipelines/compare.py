@@ -14,13 +14,17 @@ import pandas as pd
 import torch
 from tokenizers import Tokenizer
 
-from components.baselines.contest import Contender, Timed, drafter_rows, run_contest
+from components.baselines import eagle, medusa, standalone, training
+from components.baselines.contest import Contender, Timed, run_contest
 from components.baselines.memory import memory_rows, memory_saved
-from components.baselines.roster import GENERIC, MTP, Roster
+from components.baselines.roster import GENERIC, Roster
+from components.baselines.rows import OVERALL, drafter_rows, plain_seconds
+from components.baselines.ways import MTP
 from components.core.config import load_params
 from components.core.errors import UserError
 from components.core.files import read_json, sha256_file, write_json
 from components.core.host import host_card, resolve_threads, set_quiet_environment
+from components.core.manifest import read_policies
 from components.core.paths import (
     ANSWERS,
     BACKBONE,
@@ -28,6 +32,7 @@ from components.core.paths import (
     COMPARISON_REPORT,
     FEATURES,
     HEAD,
+    POLICY,
     PROMPTS,
     TEMPLATES,
     TRAINING_REPORT,
@@ -64,10 +69,19 @@ def training_sequences() -> dict[str, list[Sequence]]:
 
 
 def work_folder(params: Any) -> Path:
-    """Folder of finished weights; its name changes with data, backbone, draft vocabulary and parameters."""
-    files = [sha256_file(path) for path in (ANSWERS, BACKBONE / "source.json", HEAD / "config.json")]
-    key = json.dumps([files, params.train.model_dump(), params.compare.model_dump(mode="json")], sort_keys=True)
+    """Folder of finished weights; its name changes with all that they are made from, and with nothing else."""
+    code = [Path(str(module.__file__)) for module in (eagle, medusa, standalone, training)]
+    files = [sha256_file(path) for path in (ANSWERS, BACKBONE / "source.json", HEAD / "config.json", *code)]
+    shapes = params.compare.model_dump(mode="json", include={"seed", "standalone", "finetune_epochs", "medusa_blocks"})
+    key = json.dumps([files, params.train.model_dump(), shapes], sort_keys=True)
     return WORK / f"compare-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def forget_older(folder: Path) -> None:
+    """Remove weights that were made from something else."""
+    for other in folder.parent.glob("compare-*"):
+        if other != folder:
+            shutil.rmtree(other)
 
 
 def cost_of_head(epochs: int) -> dict[str, Any]:
@@ -84,34 +98,37 @@ def drafter_document(contender: Contender, outcomes: list[Timed], tasks: list[st
         "name": contender.name,
         "about": contender.about,
         "parameters": contender.parameters or None,
+        "draft_length": contender.draft_length,
         "training": dict(contender.training),
-        **drafter_rows(outcomes, tasks, bootstrap),
+        **drafter_rows(contender, outcomes, tasks, bootstrap, params.drafting),
     }
 
 
 def compare(params: Any, evaluator: LiveEvaluator, prompts: list[Prompt], folder: Path) -> dict[str, Any]:
     """Train, decode, measure; plain data for JSON."""
-    settings, length = params.compare, params.train.draft_length
+    settings = params.compare
     torch.set_num_threads(resolve_threads(params.runtime.threads))
     head = MTPHead.from_pretrained(HEAD)
     roster = Roster(evaluator, head, training_sequences(), params.train, settings, folder)
-    contenders = roster.contenders(cost_of_head(params.train.epochs), params.benchmark.lookup_ngram)
+    training_of_head = cost_of_head(params.train.epochs)
+    contenders = roster.contenders(training_of_head, read_policies(POLICY), params.benchmark.lookup_ngram)
+    forget_older(folder)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]  # one thread of our own and the trainer's last minute; far above, times mean nothing
     progress = Progress("compare", len(prompts), "prompts")
-    outcomes = run_contest(evaluator, contenders, prompts, length, progress.advance)
+    outcomes = run_contest(evaluator, contenders, prompts, progress.advance)
     tokens = [token for prompt in prompts for token in prompt.prompt_ids]
-    memory = memory_rows(
-        contenders, evaluator.session, tokens, settings.prompt_lengths, length, settings.timing_repeats
-    )
+    memory = memory_rows(contenders, evaluator.session, tokens, settings.prompt_lengths, settings.timing_repeats)
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     bundle = open_bundle(BUNDLE, 1)
     return {
         "drafters": [drafter_document(one, outcomes[one.name], tasks, params) for one in contenders],
+        "plain_seconds": plain_seconds(outcomes[MTP]),
+        "modelled_by": params.drafting.model_dump(include={"pass_cost", "step_cost"}),
         "load_average_before_timing": load,
         "memory": memory,
         "memory_saved": memory_saved(memory, MTP, GENERIC),
-        "head_in_bundle": asdict(look_at_addresses(bundle, prompts[0].prompt_ids, length))
+        "head_in_bundle": asdict(look_at_addresses(bundle, prompts[0].prompt_ids, params.train.draft_length))
         | {"bundle_sha256": bundle.sha256},
     }
 
@@ -124,7 +141,7 @@ def run_comparison() -> None:
     """
     set_quiet_environment()
     params = load_params()
-    for needed in (ANSWERS, FEATURES, HEAD, TRAINING_REPORT, BUNDLE):
+    for needed in (ANSWERS, FEATURES, HEAD, TRAINING_REPORT, POLICY, BUNDLE):
         if not needed.exists():
             raise UserError("there is nothing to compare yet", f"no {needed}", "run `mtp repro`, then `mtp compare`")
     torch.use_deterministic_algorithms(True)
@@ -137,6 +154,5 @@ def run_comparison() -> None:
     created = host_card("torch", "transformers", "onnxruntime").as_dict()
     created |= {"threads": 1, "precision": "float32", "runtime": "torch", "draft_length": params.train.draft_length}
     write_json(COMPARISON_REPORT, {"created_with": created, **document})
-    shutil.rmtree(folder, ignore_errors=True)
-    figures = {one["name"]: one["overall"]["extra_tokens_per_pass"] for one in document["drafters"]}
+    figures = {one["name"]: one[OVERALL]["extra_tokens_per_pass"] for one in document["drafters"]}
     print("compare: extra tokens per pass " + ", ".join(f"{name} {figure:.2f}" for name, figure in figures.items()))

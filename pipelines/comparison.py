@@ -1,6 +1,7 @@
-"""Two tables from comparison.json for `mtp report`: drafters by task, and what the head saves beside a standalone one.
+"""Three tables from comparison.json for `mtp report`: what drafters gain, what they take, what memory the head saves.
 
 Owns their columns. It computes nothing; without the file there is nothing to show, since `mtp compare` runs on demand.
+What an older file does not hold is shown as a gap.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from components.core.manifest import MANIFEST_FILE, bundle_hash
 from pipelines.report import GAP, text_table
 
 MEGABYTE = 1e6
+PASS_FIGURES = ("drafts_per_round", "rows_per_pass", "steps_per_round", "modelled_speedup")
+SECONDS = ("seconds", "draft_seconds", "plain_seconds")
 
 
 def comparison_lines() -> list[str]:
@@ -36,6 +39,10 @@ def comparison_lines() -> list[str]:
         "",
         "extra tokens per pass, by drafter",
         *_drafter_table(document),
+        *_departures(document),
+        "",
+        "what drafting takes, by drafter: means over passes; seconds are medians over whole answers",
+        *_cost_table(document),
         "",
         "one instance: the head against a standalone drafter",
         *_memory_table(document),
@@ -62,13 +69,38 @@ def _drafter_table(document: Mapping[str, Any]) -> list[str]:
                 drafter["name"],
                 *(f"{of_task[task]['extra_tokens_per_pass']:.2f}" for task in tasks),
                 f"{overall['extra_tokens_per_pass']:.2f} [{low:.2f}, {high:.2f}]",
-                f"{overall['exact_match']:.1%}",
+                f"{overall['exact_match']:.1%}" if "exact_match" in overall else "changes text",
+            )
+        )
+    return text_table(("drafter", *tasks, "all [95 %]", "exact"), rows)
+
+
+def _departures(document: Mapping[str, Any]) -> list[str]:
+    """One line for each drafter that changes the text."""
+    return [
+        f"{one['name']}: {one['overall']['departed_share']:.1%} of tokens are not the backbone's choice,"
+        f" {one['overall']['changed_answers']:.1%} of answers differ"
+        for one in document["drafters"]
+        if "departed_share" in one["overall"]
+    ]
+
+
+def _cost_table(document: Mapping[str, Any]) -> list[str]:
+    heading = "drafter", "drafts", "rows", "steps", "modelled", "s", "s drafting", "s plain", "ms/draft", "ms/prompt"
+    rows = []
+    for drafter in document["drafters"]:
+        overall = drafter["overall"]
+        rows.append(
+            (
+                drafter["name"],
+                *(_number(overall.get(name), 1.0, 2) for name in PASS_FIGURES),
+                *(_number(overall.get(f"{name}_per_answer", {}).get("median"), 1.0, 2) for name in SECONDS),
                 _number(overall["draft_ms_per_step"]["median"], 1.0),
                 _number(overall["prompt_pass_ms"]["median"], 1.0),
                 _number(drafter["parameters"], 1e6),
             )
         )
-    return text_table(("drafter", *tasks, "all [95 %]", "exact", "ms/draft", "ms/prompt", "M params"), rows)
+    return text_table((*heading, "M params"), rows)
 
 
 def _memory_table(document: Mapping[str, Any]) -> list[str]:
@@ -90,5 +122,5 @@ def _memory_table(document: Mapping[str, Any]) -> list[str]:
     return text_table(heading, rows)
 
 
-def _number(value: float | None, unit: float) -> str:
-    return GAP if value is None else f"{value / unit:.1f}"
+def _number(value: float | None, unit: float, digits: int = 1) -> str:
+    return GAP if value is None else f"{value / unit:.{digits}f}"

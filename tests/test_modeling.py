@@ -12,6 +12,7 @@ import torch
 from components.core.config import Head, Package, Train
 from components.core.errors import UserError
 from components.core.manifest import DraftPolicy, TaskPrompt
+from components.decoding.branching import Shape, TreeDrafter
 from components.decoding.drafting import PolicyDrafter
 from components.decoding.loop import decode_with_drafts
 from components.decoding.stopping import Answer, StopRule
@@ -189,16 +190,18 @@ def test_an_overfitted_head_drafts_its_training_text_live(
     assert result.supervised_positions[0] == sum(len(s.answer) - 1 for s in sequences)
     head.eval().save_pretrained(tmp_path / "head")
     session = TorchBackbone(backbone, 64)
-    policy = DraftPolicy(longest=3, stop_below=0.0, lookup_ngram=0)
-    drafter = PolicyDrafter(TorchHead(MTPHead.from_pretrained(tmp_path / "head"), session), policy, ())
-    emitted = passes = 0
-    for sequence in sequences:
-        answer = Answer(StopRule(frozenset(backbone.card.eos_ids), (), 12), decode)
-        rounds = list(decode_with_drafts(session, drafter, sequence.prompt, answer, 3))
-        assert answer.tokens == list(sequence.answer)
-        emitted += len(answer.tokens) - 1
-        passes += len(rounds) - 1
-    assert emitted / passes > 3.0, f"tau {emitted / passes:.2f} of 4 on text the head knows by heart"
+    torch_head = TorchHead(MTPHead.from_pretrained(tmp_path / "head"), session)
+    path = PolicyDrafter(torch_head, DraftPolicy(longest=3, stop_below=0.0, lookup_ngram=0), ())
+    tree = TreeDrafter(torch_head, Shape(nodes=7, depth=3, branches=3), ())
+    for drafter, limit in ((path, 3), (tree, 7)):
+        emitted = passes = 0
+        for sequence in sequences:
+            answer = Answer(StopRule(frozenset(backbone.card.eos_ids), (), 12), decode)
+            rounds = list(decode_with_drafts(session, drafter, sequence.prompt, answer, limit))
+            assert answer.tokens == list(sequence.answer)
+            emitted += len(answer.tokens) - 1
+            passes += len(rounds) - 1
+        assert emitted / passes > 3.0, f"tau {emitted / passes:.2f} of 4 on text the head knows by heart"
 
 
 def test_a_killed_run_resumed_gives_the_same_bytes(

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,13 @@ import pytest
 
 from components.core.errors import UserError
 from components.core.manifest import MANIFEST_FILE
+from components.decoding.jacobi import JacobiDrafter
 from components.decoding.lookup import PromptLookup
 from components.decoding.loop import decode_with_drafts
 from components.decoding.relaxed import Relaxed
 from components.decoding.sampling import Sampling
 from components.decoding.stopping import Answer, StopRule
+from components.decoding.tree import Tree
 from components.devices.shared_rows import look_at_addresses
 from components.modeling.backbone import load_backbone
 from components.modeling.session import TorchBackbone
@@ -111,6 +114,21 @@ def test_head_and_lookup_give_the_greedy_tokens(bundle: Bundle) -> None:
         made = bundle.start_from_ids(PROMPT, empty_answer(bundle), drafter).finish()
         assert made.answer.tokens == reference.tokens
         assert sum(len(round_.drafted) for round_ in made.history) > 0 or drafter is not head
+
+
+def test_jacobi_drafts_change_nothing(bundle: Bundle) -> None:
+    """It reads the logits of the last pass where they lie."""
+    made = bundle.start_from_ids(PROMPT, empty_answer(bundle), JacobiDrafter(bundle.backbone, 3), 4).finish()
+    assert made.answer.tokens == greedy(bundle).tokens
+
+
+def test_a_tree_is_refused_by_name(bundle: Bundle) -> None:
+    class Fork:
+        def propose(self, tokens: Sequence[int], limit: int) -> Tree:
+            return Tree((4, 5), (0, 0))
+
+    with pytest.raises(UserError, match="OrtBackbone cannot verify a tree of drafts"):
+        bundle.start_from_ids(PROMPT, empty_answer(bundle), Fork()).finish()
 
 
 @pytest.mark.parametrize("rule", [Sampling(0.0), Sampling(1e-4)])

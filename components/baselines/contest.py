@@ -1,13 +1,12 @@
-"""All drafters on the same prompts, in the same loop, against the same plain answers; and the rows of comparison.json.
+"""All drafters on the same prompts, in the same loop, against the same plain answers.
 
-Owns timing inside the loop and the figures of each drafter. It refuses to compare drafters on different prompts: every
-contender decodes a prompt before the next one is read. Its surprising decision: the first proposal of an answer is
-timed apart, since a drafter with a cache of its own reads the whole prompt there.
+Owns the contenders, and clocks around them. It refuses to compare drafters on different prompts: every contender
+decodes a prompt before the next one is read. Its surprising decision: the first proposal of an answer is timed apart,
+since a drafter with a cache of its own reads the whole prompt there.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +16,10 @@ from torch import Tensor
 
 from components.baselines.assisted import AssistedGeneration
 from components.data.table import Prompt
-from components.decoding.bootstrap import Bootstrap
-from components.decoding.loop import Drafter, Round
-from components.decoding.outcomes import Outcome, judge, summary_row
-from components.decoding.stopping import Answer
+from components.decoding.loop import GREEDY, Drafter, Round, Rule
+from components.decoding.outcomes import Outcome, judge
+from components.decoding.tree import Tree
 from components.modeling.live import LiveEvaluator
-
-OVERALL = "overall"
 
 
 @dataclass(frozen=True)
@@ -34,17 +30,21 @@ class DraftTimes:
         first_ms: the first proposal, with the drafter's pass over the prompt; None where that is not seen.
         first_drafts: drafts in it.
         step_ms: milliseconds per draft of each later proposal.
+        total_ms: all proposals together.
+        steps: times that the drafter's model ran; 0 for a drafter without one.
     """
 
     first_ms: float | None
     first_drafts: int
     step_ms: tuple[float, ...]
+    total_ms: float
+    steps: int
 
 
 class Contestant(Protocol):
     """A way to answer a prompt with drafts."""
 
-    def decode(self, prompt: Prompt, draft_length: int) -> tuple[Answer, list[Round], DraftTimes]:
+    def decode(self, prompt: Prompt, draft_length: int) -> tuple[list[Round], DraftTimes]:
         """Answer one prompt."""
 
 
@@ -56,16 +56,20 @@ class Contender:
         name: row in the report.
         about: one line for people.
         contestant: answers prompts.
+        draft_length: drafts of a round at most.
+        exact: whether it promises the plain text; relaxed acceptance does not.
         parameters: trained numbers.
         weights: tensors that must be resident beside the backbone's own.
         copied_rows: rows of the backbone's output matrix, copied so that they lie together.
-        drafter: for measurements outside the loop; None where transformers drafts.
+        drafter: for measurements outside the loop; None where there is nothing new to measure there.
         training: what its training cost.
     """
 
     name: str
     about: str
     contestant: Contestant
+    draft_length: int
+    exact: bool = True
     parameters: int = 0
     weights: tuple[Tensor, ...] = ()
     copied_rows: tuple[Tensor, ...] = ()
@@ -74,13 +78,19 @@ class Contender:
 
 
 class Stopwatch:
-    """A drafter around another, with a clock."""
+    """A drafter around another, with a clock.
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+    Args:
+        drafter: does the work.
+        steps: how often its model has run by now; None where it runs once for each draft.
+    """
+
+    def __init__(self, drafter: Drafter, steps: Callable[[], int] | None = None) -> None:
+        self.drafter, self.steps = drafter, steps or self._drafts
         self.calls: list[tuple[float, int]] = []
+        self.before = self.steps()
 
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], limit: int) -> Sequence[int] | Tree:
         """The other's drafts."""
         started = time.perf_counter()
         drafts = self.drafter.propose(tokens, limit)
@@ -89,10 +99,17 @@ class Stopwatch:
 
     def times(self) -> DraftTimes:
         """What the calls so far took."""
-        if not self.calls:
-            return DraftTimes(None, 0, ())
-        first, *later = self.calls
-        return DraftTimes(*first, tuple(spent / drafts for spent, drafts in later if drafts))
+        first, later = self.calls[:1], self.calls[1:]
+        return DraftTimes(
+            first_ms=first[0][0] if first else None,
+            first_drafts=first[0][1] if first else 0,
+            step_ms=tuple(spent / drafts for spent, drafts in later if drafts),
+            total_ms=sum(spent for spent, _ in self.calls),
+            steps=self.steps() - self.before,
+        )
+
+    def _drafts(self) -> int:
+        return sum(drafts for _, drafts in self.calls)
 
 
 class InLoop:
@@ -101,16 +118,24 @@ class InLoop:
     Args:
         evaluator: decodes prompts.
         drafter_of: the drafter for a task.
+        rule: how tokens are chosen.
+        steps: how often the drafters' model has run by now; None where it runs once for each draft.
     """
 
-    def __init__(self, evaluator: LiveEvaluator, drafter_of: Callable[[str], Drafter]) -> None:
-        self.evaluator, self.drafter_of = evaluator, drafter_of
+    def __init__(
+        self,
+        evaluator: LiveEvaluator,
+        drafter_of: Callable[[str], Drafter],
+        rule: Rule = GREEDY,
+        steps: Callable[[], int] | None = None,
+    ) -> None:
+        self.evaluator, self.drafter_of, self.rule, self.steps = evaluator, drafter_of, rule, steps
 
-    def decode(self, prompt: Prompt, draft_length: int) -> tuple[Answer, list[Round], DraftTimes]:
+    def decode(self, prompt: Prompt, draft_length: int) -> tuple[list[Round], DraftTimes]:
         """Answer one prompt."""
-        watch = Stopwatch(self.drafter_of(prompt.task))
-        answer, rounds = self.evaluator.drafted(prompt, watch, draft_length)
-        return answer, rounds, watch.times()
+        watch = Stopwatch(self.drafter_of(prompt.task), self.steps)
+        _, rounds = self.evaluator.drafted(prompt, watch, draft_length, self.rule)
+        return rounds, watch.times()
 
 
 class InTransformers:
@@ -119,60 +144,51 @@ class InTransformers:
     def __init__(self, evaluator: LiveEvaluator, generation_of: Callable[[str], AssistedGeneration]) -> None:
         self.evaluator, self.generation_of = evaluator, generation_of
 
-    def decode(self, prompt: Prompt, draft_length: int) -> tuple[Answer, list[Round], DraftTimes]:
+    def decode(self, prompt: Prompt, draft_length: int) -> tuple[list[Round], DraftTimes]:
         """Answer one prompt."""
         generation = self.generation_of(prompt.task)
         rule = self.evaluator.new_answer(prompt).rule
-        answer, rounds = generation.generate(prompt.prompt_ids, rule, draft_length)
+        _, rounds = generation.generate(prompt.prompt_ids, rule, draft_length)
         spent = [1e3 * one.seconds for one in generation.assistant_passes]
-        return answer, rounds, DraftTimes(spent[0] if spent else None, min(len(spent), 1), tuple(spent[1:]))
+        first = spent[0] if spent else None
+        return rounds, DraftTimes(first, min(len(spent), 1), tuple(spent[1:]), sum(spent), len(spent))
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One prompt, one contender."""
+    """One prompt, one contender.
+
+    Attributes:
+        widths: rows of each pass after the prompt's.
+        departed: tokens that are not what the backbone would have chosen there.
+        seconds: the whole answer by the clock, the pass over the prompt included.
+        plain_seconds: the same without drafts, a moment before.
+    """
 
     outcome: Outcome
     times: DraftTimes
+    widths: tuple[int, ...]
+    departed: int
+    seconds: float
+    plain_seconds: float
 
 
 def run_contest(
-    evaluator: LiveEvaluator,
-    contenders: Sequence[Contender],
-    prompts: Sequence[Prompt],
-    draft_length: int,
-    done: Callable[[], None],
+    evaluator: LiveEvaluator, contenders: Sequence[Contender], prompts: Sequence[Prompt], done: Callable[[], None]
 ) -> dict[str, list[Timed]]:
     """Every contender on every prompt; outcomes by contender, in the order of ``prompts``."""
     outcomes: dict[str, list[Timed]] = {contender.name: [] for contender in contenders}
     for prompt in prompts:
-        reference, margins = evaluator.plain(prompt)
+        started = time.perf_counter()
+        reference, margins = evaluator.plain(prompt)  # a margin takes a tenth of a millisecond
+        plain_seconds = time.perf_counter() - started
         for contender in contenders:
-            _, rounds, times = contender.contestant.decode(prompt, draft_length)
+            started = time.perf_counter()
+            rounds, times = contender.contestant.decode(prompt, contender.draft_length)
+            seconds = time.perf_counter() - started
             judged = judge(prompt.prompt_id, prompt.task, prompt.prompt_ids, reference.tokens, margins, rounds)
-            outcomes[contender.name].append(Timed(judged, times))
+            widths = tuple(1 + len(one.drafted) + one.aside for one in rounds[1:])
+            departed = sum(one.departed for one in rounds)
+            outcomes[contender.name].append(Timed(judged, times, widths, departed, seconds, plain_seconds))
         done()
     return outcomes
-
-
-def comparison_row(task: str, timed: Sequence[Timed], bootstrap: Bootstrap) -> dict[str, Any]:
-    """Figures of one drafter on one task."""
-    row = {"task": task, **summary_row([one.outcome for one in timed], bootstrap)}
-    times = [one.times for one in timed]
-    step = _median([ms for one in times for ms in one.step_ms])
-    firsts = [one.first_ms - one.first_drafts * (step["median"] or 0.0) for one in times if one.first_ms is not None]
-    return row | {
-        "draft_ms_per_step": step,
-        "prompt_pass_ms": _median([max(ms, 0.0) for ms in firsts]),
-    }
-
-
-def _median(values: Sequence[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values) if values else None, "samples": len(values)}
-
-
-def drafter_rows(timed: Sequence[Timed], tasks: Sequence[str], bootstrap: Bootstrap) -> dict[str, Any]:
-    """One drafter's rows: each task, then all together."""
-    parts = {task: [one for one in timed if one.outcome.task == task] for task in tasks}
-    rows = [comparison_row(task, part, bootstrap) for task, part in parts.items() if part]
-    return {"tasks": rows, OVERALL: comparison_row(OVERALL, timed, bootstrap)}

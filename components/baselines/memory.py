@@ -128,7 +128,6 @@ def memory_rows(
     session: TorchBackbone,
     tokens: Sequence[int],
     lengths: Sequence[int],
-    draft_length: int,
     repeats: int,
 ) -> list[dict[str, Any]]:
     """One row per prompt length and drafter: time to the first draft, and bytes by kind.
@@ -143,7 +142,8 @@ def memory_rows(
         for contender in contenders:
             if contender.drafter is None:
                 continue
-            measured = measure_first_draft(contender.drafter, context, draft_length, repeats).as_dict()
+            drafter, longest = contender.drafter, contender.draft_length
+            measured = measure_first_draft(drafter, context, longest, repeats).as_dict()
             weights, copied = bytes_of(contender.weights), bytes_of(contender.copied_rows)
             row = {"drafter": contender.name, "weights_bytes": weights, "copied_rows_bytes": copied, **measured}
             row["total_bytes"] = weights + copied + measured["kv_bytes"] + measured["activations_bytes"]

@@ -1,8 +1,8 @@
-"""Who takes part: the head, and every baseline trained with the head's settings on the head's answers.
+"""Who takes part: the head in its ways, and every baseline trained with the head's settings on the head's answers.
 
-Owns the names in comparison.json and how each contender is built. It refuses a baseline another draft vocabulary,
-other answers or other epochs than the head had; only the fine-tuned standalone drafters get more. Its surprising
-decision: weights are kept under `.work` once trained, so a killed comparison does not train twice.
+Owns how each trained contender is built. It refuses a baseline another draft vocabulary, other answers or other epochs
+than the head had; only the fine-tuned standalone drafters get more. Its surprising decision: weights are kept under
+`.work` once trained, so neither a killed comparison nor a changed contest trains twice.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from components.baselines.eagle import EagleDrafter, EagleHead, eagle_loss
 from components.baselines.medusa import MedusaDrafter, MedusaHeads, medusa_loss
 from components.baselines.standalone import StandaloneDrafter, new_standalone, standalone_loss
 from components.baselines.training import Fitted, LossOf, fit, fit_once
+from components.baselines.ways import Ways
 from components.core.config import Compare, Train
-from components.core.manifest import DraftPolicy
-from components.decoding.lookup import PromptLookup
+from components.core.manifest import Policies
 from components.decoding.loop import Drafter
 from components.modeling.batches import make_vocabulary
 from components.modeling.features import Sequence as Captured
 from components.modeling.head import MTPHead
 from components.modeling.live import LiveEvaluator
 
-MTP, LOOKUP, MEDUSA, EAGLE = "mtp", "prompt_lookup", "medusa", "eagle"
+MEDUSA, EAGLE = "medusa", "eagle"
 GENERIC, TUNED = "standalone_generic", "standalone_tuned"
 ASSISTED_MODEL, ASSISTED_LOOKUP = "transformers_assistant", "transformers_prompt_lookup"
 
@@ -44,7 +44,7 @@ class Roster:
         sequences: the answers that trained the head, by task.
         train: the head's settings.
         compare: shapes of the baselines.
-        folder: keeps finished weights; its name must change with data and parameters.
+        folder: keeps finished weights; its name must change with whatever they are made from.
     """
 
     def __init__(
@@ -63,21 +63,23 @@ class Roster:
         self.draft_rows = self.backbone.output_rows[self.vocabulary.draft_to_target].contiguous()
         self.everything = [sequence for task in sorted(sequences) for sequence in sequences[task]]
 
-    def contenders(self, training_of_head: dict[str, Any], ngram: int) -> list[Contender]:
+    def contenders(self, training_of_head: dict[str, Any], policies: Policies, ngram: int) -> list[Contender]:
         """Everyone, the head first.
 
         Args:
             training_of_head: what its training cost.
+            policies: what calibration chose for the head.
             ngram: of prompt lookup.
         """
+        ways = Ways(self.evaluator, self.head, self.compare, policies, self.settings.draft_length)
         generic, tuned, costs = self._standalones()
         lookup = AssistedGeneration(self.backbone, self.evaluator.decode, ngram=ngram)
         assisted = {
             task: AssistedGeneration(self.backbone, self.evaluator.decode, model) for task, model in tuned.items()
         }
         return [
-            self._mtp(training_of_head),
-            self._in_loop(LOOKUP, "copies what followed the last words before", PromptLookup(ngram)),
+            *ways.with_head({"training": training_of_head, **self._reads_states(self.head)}),
+            *ways.without_head(ngram),
             self._medusa(),
             self._eagle(),
             self._standalone(
@@ -99,21 +101,16 @@ class Roster:
         return fit_once(self.folder / f"{name}.safetensors", module, train)
 
     def _in_loop(self, name: str, about: str, drafter: Drafter, **known: Any) -> Contender:
-        return Contender(name, about, InLoop(self.evaluator, lambda _: drafter), drafter=drafter, **known)
+        way = InLoop(self.evaluator, lambda _: drafter)
+        return Contender(name, about, way, self.settings.draft_length, drafter=drafter, **known)
 
     def _assisted(self, name: str, about: str, generation_of: Callable[[str], AssistedGeneration]) -> Contender:
-        return Contender(name, about, InTransformers(self.evaluator, generation_of))
+        return Contender(name, about, InTransformers(self.evaluator, generation_of), self.settings.draft_length)
 
     def _reads_states(self, module: nn.Module) -> dict[str, Any]:
         """A module that borrows the backbone's embedding and keeps a copy of its output rows."""
         copied = (self.draft_rows, self.vocabulary.draft_to_target)
         return {"parameters": count(module), "weights": tuple(module.parameters()), "copied_rows": copied}
-
-    def _mtp(self, training: dict[str, Any]) -> Contender:
-        policy = DraftPolicy(longest=self.settings.draft_length, stop_below=0.0, lookup_ngram=0)
-        drafter = self.evaluator.drafter(self.head, policy)
-        about = "the head: reads the backbone's keys and values"
-        return self._in_loop(MTP, about, drafter, training=training, **self._reads_states(self.head))
 
     def _medusa(self) -> Contender:
         torch.manual_seed(self.settings.seed)
@@ -154,6 +151,7 @@ class Roster:
             name,
             about,
             InLoop(self.evaluator, drafters.__getitem__),
+            self.settings.draft_length,
             parameters=count(one),
             weights=tuple(weights.values()),
             drafter=next(iter(drafters.values())),

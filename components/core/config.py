@@ -203,6 +203,13 @@ class Compare(Strict):
     standalone: Standalone
     finetune_epochs: Positive = Field(description="more epochs of the standalone drafter, on one task's answers each")
     medusa_blocks: Positive = Field(description="residual blocks in each of the K towers")
+    tree_nodes: Annotated[int, Field(ge=1, le=7)] = Field(description="drafts of a tree at most; a pass has a row more")
+    tree_depth: Annotated[int, Field(ge=1, le=7)] = Field(description="drafts in one chain of a tree at most")
+    tree_branches: Positive = Field(description="drafts behind one node of a tree at most")
+    tree_least: Share = Field(description="chains that are less likely are left out of a tree; 0 always fills it")
+    jacobi_drafts: Annotated[int, Field(ge=1, le=7)] = Field(description="drafts of a round in Jacobi decoding")
+    jacobi_ngram: Annotated[int, Field(ge=2)] = Field(description="tokens of the longest run kept from earlier passes")
+    relaxed_margin: Annotated[float, Field(gt=0)] = Field(description="logits below the best that a draft may lie")
     prompt_lengths: tuple[Positive, ...] = Field(min_length=1, description="prompts timed to the first draft")
     timing_repeats: Positive
 

@@ -4,18 +4,20 @@ Owns the decode contract: rounds, acceptance, roll-back; torch and onnxruntime o
 `Backbone`. Speculative decoding with greedy verification: Stern et al. 2018 (arXiv 1811.03115), Leviathan et al. 2023
 (arXiv 2211.17192). It refuses to know how tokens are chosen: that is a `Rule`, greedy unless another is given. Its
 surprising decision: a drafter is anything with `propose`, so prompt lookup, the head and no drafter at all run in the
-very same loop.
+very same loop; a tree of drafts is narrowed to one of its paths before anything is accepted, so trees do too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from numpy.typing import ArrayLike
 
+from components.core.errors import UserError
 from components.decoding.stopping import Answer
+from components.decoding.tree import Tree
 
 
 class Backbone(Protocol):
@@ -47,11 +49,22 @@ class Backbone(Protocol):
         """Make the first ``rows`` rows of the last pass valid and forget the others."""
 
 
+@runtime_checkable
+class TreeBackbone(Backbone, Protocol):
+    """A backbone that can also verify trees; not every runtime has the mask for it."""
+
+    def verify_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """As ``verify``, but ``tokens[i + 1]`` follows the row ``parents[i]`` of the pass and sees its lineage only."""
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Leave only these rows of the last pass, in this order, as if no other had been given."""
+
+
 class Drafter(Protocol):
     """Something that guesses the next tokens."""
 
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Guess up to ``limit`` tokens that follow ``tokens`` (prompt and answer so far)."""
+    def propose(self, tokens: Sequence[int], limit: int) -> Sequence[int] | Tree:
+        """Guess what follows ``tokens`` (prompt and answer so far): ``limit`` drafts at most, a path or a tree."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +73,17 @@ class Round:
 
     Attributes:
         emitted: tokens added to the answer by this pass; the first round (prefill) emits one.
-        drafted: tokens proposed before the pass.
+        drafted: tokens proposed before the pass; of a tree the branch that was judged.
         accepted: drafts that the rule let stand *and* that were emitted.
         departed: those of them that were not the backbone's argmax; none under the greedy rule.
+        aside: drafts on the other branches of a tree, which cost a row each.
     """
 
     emitted: tuple[int, ...]
     drafted: tuple[int, ...]
     accepted: int
     departed: int = 0
+    aside: int = 0
 
 
 # From the drafts of a pass, the argmax after each of its tokens and the logits they come from, to the tokens that the
@@ -91,12 +106,17 @@ def longest_match(drafts: Sequence[int], truth: Sequence[int]) -> int:
     return matched
 
 
+def settle_greedily(drafts: Sequence[int], best: Sequence[int], logits: ArrayLike) -> list[int]:
+    """Drafts stand as far as they equal the argmax."""
+    return list(best[: longest_match(drafts, best) + 1])
+
+
 class Greedy:
-    """Always the argmax: drafts stand as far as they equal it."""
+    """Always the argmax; the one rule for trees."""
 
     def begin(self) -> Settle:
         """Nothing to remember."""
-        return lambda drafts, best, logits: list(best[: longest_match(drafts, best) + 1])
+        return settle_greedily
 
 
 GREEDY = Greedy()
@@ -119,6 +139,10 @@ def decode_with_drafts(
 
     Drafts are cut to the token budget (one place is the bonus token's) and to the rows left in the cache, so neither
     limit is ever passed inside a round. Without a drafter a pass adds one token.
+
+    Raises:
+        UserError: a tree of drafts, which this backbone cannot verify.
+        ValueError: a tree of drafts under another rule than the greedy one.
     """
     context, settle = list(prompt), rule.begin()
     best = [backbone.prefill(prompt)]
@@ -129,14 +153,32 @@ def decode_with_drafts(
     while not answer.done:
         limit = min(draft_length, answer.remaining - 1, backbone.max_length - backbone.length - 1)
         drafts = drafter.propose(context, limit) if drafter is not None and limit > 0 else []
-        best = backbone.verify([context[-1], *drafts])
-        run = settle(drafts, best, backbone.last_logits)
+        judged, best = _verify(backbone, context[-1], drafts, settle)
+        run = settle(judged, best, backbone.last_logits)
         backbone.keep(len(run))
         emitted = _append_until_done(answer, run)
         context.extend(emitted)
         accepted = min(len(run) - 1, len(emitted))
         departed = sum(token != choice for token, choice in zip(emitted[:accepted], best, strict=False))
-        yield Round(tuple(emitted), tuple(drafts), accepted, departed)
+        yield Round(tuple(emitted), tuple(judged), accepted, departed, len(drafts) - len(judged))
+
+
+def _verify(
+    backbone: Backbone, newest: int, drafts: Sequence[int] | Tree, settle: Settle
+) -> tuple[list[int], list[int]]:
+    """One pass: the drafts that can be judged, and the argmax after the newest token and after each of them."""
+    if not isinstance(drafts, Tree) or drafts.is_path:
+        return list(drafts), backbone.verify([newest, *drafts])
+    if settle is not settle_greedily:
+        raise ValueError("only greedy decoding takes a tree of drafts: sampling and relaxed acceptance need a path")
+    if not isinstance(backbone, TreeBackbone):
+        raise UserError(
+            f"{type(backbone).__name__} cannot verify a tree of drafts", f"{len(drafts)} drafts", "draft a path"
+        )
+    best = backbone.verify_tree([newest, *drafts], drafts.parents)
+    rows = drafts.branch(best)
+    backbone.narrow(rows)
+    return [drafts.tokens[row - 1] for row in rows[1:]], [best[row] for row in rows]
 
 
 def _append_until_done(answer: Answer, tokens: Sequence[int]) -> list[int]:

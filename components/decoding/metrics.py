@@ -66,7 +66,7 @@ def count_rounds(rounds: Sequence[Round], depths: int = 0) -> Acceptance:
         sum(len(round_.emitted) for round_ in rounds[1:]),
         tuple(reached),
         tuple(accepted),
-        sum(len(round_.drafted) for round_ in rounds[1:]),
+        sum(len(round_.drafted) + round_.aside for round_ in rounds[1:]),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from components.core.manifest import DraftPolicy, TaskPrompt
 from components.data.table import Prompt
 from components.decoding.drafting import PolicyDrafter
-from components.decoding.loop import Drafter, Round, decode_greedy, decode_with_drafts
+from components.decoding.loop import GREEDY, Drafter, Round, Rule, decode_greedy, decode_with_drafts
 from components.decoding.metrics import Acceptance, add_up, count_rounds
 from components.decoding.stopping import Answer, StopRule
 from components.modeling.backbone import Backbone
@@ -66,10 +66,13 @@ class LiveEvaluator:
         """The head on this evaluator's session, under ``policy``."""
         return PolicyDrafter(TorchHead(head, self.session), policy, self.session.backbone.card.eos_ids)
 
-    def drafted(self, prompt: Prompt, drafter: Drafter, draft_length: int) -> tuple[Answer, list[Round]]:
+    def drafted(
+        self, prompt: Prompt, drafter: Drafter, draft_length: int, rule: Rule = GREEDY
+    ) -> tuple[Answer, list[Round]]:
         """Decode with drafts."""
         answer = self.new_answer(prompt)
-        return answer, list(decode_with_drafts(self.session, drafter, prompt.prompt_ids, answer, draft_length))
+        rounds = decode_with_drafts(self.session, drafter, prompt.prompt_ids, answer, draft_length, rule)
+        return answer, list(rounds)
 
     def plain(self, prompt: Prompt) -> tuple[Answer, list[float]]:
         """Decode one token at a time; the answer and the top-2 margin of each of its tokens."""

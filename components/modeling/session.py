@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from components.core.errors import UserError
+from components.decoding.tree import lineages
 from components.modeling.backbone import Backbone
 from components.modeling.head import MTPHead, rotary_angles
 
@@ -41,7 +42,7 @@ def top2_margin(logits: Tensor) -> float:
 
 
 class TorchBackbone:
-    """Implements :class:`components.decoding.loop.Backbone` with transformers.
+    """Implements :class:`components.decoding.loop.TreeBackbone` with transformers.
 
     Args:
         backbone: the frozen model.
@@ -98,8 +99,34 @@ class TorchBackbone:
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """One pass over ``tokens``; returns the argmax after each."""
         self._forward(tokens)
-        self.last_logits = self._logits(self.hidden[0])
-        return [int(token) for token in self.last_logits.argmax(dim=-1)]
+        return self._choices()
+
+    @torch.inference_mode()
+    def verify_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """One pass over a tree: a row sees the valid rows, those that it follows and itself; its position is its depth.
+
+        Args:
+            tokens: the newest one, then the drafts.
+            parents: the row of the pass that each draft follows.
+        """
+        rows = lineages(parents)
+        mask = torch.zeros(1, 1, len(rows), self._length + len(rows), dtype=torch.bool)
+        mask[..., : self._length] = True
+        for row, seen in enumerate(rows):
+            mask[0, 0, row, [self._length + one for one in seen]] = True
+        self._forward(tokens, [len(seen) - 1 for seen in rows], mask)
+        return self._choices()
+
+    @torch.inference_mode()
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Leave only ``rows`` of the last pass, in this order: their keys and values, hidden states and logits."""
+        width, chosen = self.hidden.shape[1], list(rows)
+        for layer in range(len(self.cache.layers)):
+            for kept in cached_rows(self.cache, layer):
+                tentative = kept[:, :, self._length :]
+                tentative[:, :, : len(chosen)] = tentative[:, :, chosen]  # the right side is a copy
+        self.cache.crop(len(chosen) - width)
+        self.hidden, self.last_logits = self.hidden[:, chosen], self.last_logits[chosen]
 
     def keep(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last pass; the rest is cropped from every layer."""
@@ -109,28 +136,38 @@ class TorchBackbone:
         self._length += rows
         self.hidden = self.hidden[:, :rows]
 
-    def _forward(self, tokens: Sequence[int]) -> None:
+    def _forward(self, tokens: Sequence[int], depths: Sequence[int] = (), mask: Tensor | None = None) -> None:
         ids = torch.tensor([list(tokens)])
-        positions = torch.arange(self._length, self._length + len(tokens))[None]
-        output = self.backbone.model.model(input_ids=ids, position_ids=positions, cache=self.cache, use_cache=True)
+        positions = self._length + torch.tensor([list(depths or range(len(tokens)))])
+        output = self.backbone.model.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, cache=self.cache, use_cache=True
+        )
         self.hidden = output.last_hidden_state
+
+    def _choices(self) -> list[int]:
+        self.last_logits = self._logits(self.hidden[0])
+        return [int(token) for token in self.last_logits.argmax(dim=-1)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.backbone.output_rows.T
 
 
 class TorchHead:
-    """Implements :class:`components.decoding.drafting.StepDrafter` with the head, on the backbone's own cache."""
+    """Implements :class:`components.decoding.drafting.StepDrafter` and :class:`components.decoding.branching.TreeHead`.
+
+    Attributes:
+        steps: times that the head ran, for whoever counts costs.
+    """
 
     def __init__(self, head: MTPHead, session: TorchBackbone) -> None:
         self.head, self.session = head, session
         self.draft_to_target = torch.tensor(head.config.draft_to_target)
         self.draft_rows = session.backbone.output_rows[self.draft_to_target]
+        self.steps = 0
 
     def drafts(self, token: int) -> Iterator[tuple[int, float]]:
         """A round behind ``token``, from the session's own cache and hidden state."""
-        keys_values = [cached_rows(self.session.cache, layer) for layer in self.head.config.kv_layers]
-        yield from self.drafts_from(token, self.session.last_hidden, keys_values)
+        yield from self.drafts_from(token, self.session.last_hidden, self._keys_values())
 
     @torch.inference_mode()
     def drafts_from(
@@ -143,14 +180,51 @@ class TorchHead:
             hidden: h_p, [1, 1, hidden_size] float32.
             keys_values: per head layer, rows 0..p of the backbone layer it reads, [1, kv_heads, p+1, head_dim].
         """
-        config, rows = self.head.config, keys_values[0][0].shape[2]
-        angles = rotary_angles(torch.tensor([[rows - 1]]), config.head_dim, config.rope_theta)
-        mask = torch.ones(1, 1, 1, rows, dtype=torch.bool)
         state = hidden
         while True:
-            embedding = self.session.backbone.embed(torch.tensor([[token]]))
-            state = self.head(embedding, state, keys_values, mask, *angles)
-            probabilities = (state[0, 0] @ self.draft_rows.T).softmax(dim=-1)
-            best = probabilities.argmax()
+            state, probabilities = self._step([token], state, keys_values)
+            best = probabilities[0].argmax()
             token = int(self.draft_to_target[best])
-            yield token, float(probabilities[best])
+            yield token, float(probabilities[0, best])
+
+    @property
+    def first_state(self) -> Tensor:
+        """h_p of the session, [hidden_size] float32."""
+        return self.session.last_hidden[0, 0]
+
+    @torch.inference_mode()
+    def expand(
+        self, tokens: Sequence[int], states: Sequence[Tensor], count: int
+    ) -> list[tuple[Tensor, list[tuple[int, float]]]]:
+        """One step over several nodes at once: their queries see the same rows 0..p, and nothing of each other.
+
+        Args:
+            tokens: of the nodes.
+            states: what came out of the step that drafted each of them, [hidden_size] float32.
+            count: drafts behind each node.
+
+        Returns:
+            For each node its output state and its ``count`` likeliest drafts, each with its probability.
+        """
+        state, probabilities = self._step(tokens, torch.stack(list(states))[None], self._keys_values())
+        likeliest = probabilities.topk(min(count, probabilities.shape[-1]))
+        targets = self.draft_to_target[likeliest.indices].tolist()
+        return [
+            (one, list(zip(*drafts, strict=True)))
+            for one, *drafts in zip(state[0], targets, likeliest.values.tolist(), strict=True)
+        ]
+
+    def _keys_values(self) -> list[tuple[Tensor, Tensor]]:
+        return [cached_rows(self.session.cache, layer) for layer in self.head.config.kv_layers]
+
+    def _step(
+        self, tokens: Sequence[int], state: Tensor, keys_values: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Output states [1, tokens, hidden_size] and probabilities in the draft vocabulary, [tokens, draft]."""
+        config, rows = self.head.config, keys_values[0][0].shape[2]
+        angles = rotary_angles(torch.tensor([[rows - 1]]), config.head_dim, config.rope_theta)
+        mask = torch.ones(1, 1, len(tokens), rows, dtype=torch.bool)
+        embedding = self.session.backbone.embed(torch.tensor([list(tokens)]))
+        state = self.head(embedding, state, keys_values, mask, *angles)
+        self.steps += 1
+        return state, (state[0] @ self.draft_rows.T).softmax(dim=-1)

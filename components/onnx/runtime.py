@@ -89,7 +89,10 @@ def share(array: NDArray[Any]) -> Any:
 
 
 class OrtBackbone:
-    """Implements :class:`components.decoding.loop.Backbone`.
+    """Implements :class:`components.decoding.loop.Backbone`, and not `TreeBackbone`: the loop refuses trees by name.
+
+    GroupQueryAttention of the oldest runtime that bundles promise (1.20) takes no attention bias, so the graph has no
+    way to let a row see its own branch only.
 
     Args:
         session: the backbone graph.
