@@ -104,7 +104,7 @@ def report(
 @app.command()
 def gate() -> None:
     """Decide on the release from the evidence as it lies there now; exit 1 when refused."""
-    from components.core.config import load_params
+    from components.core.params import load_params
     from components.release.evidence import load_evidence
     from components.release.gates import decide
     from pipelines.report import decision_table
@@ -202,7 +202,7 @@ def ui(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="port on this machine")] = 5000,
 ) -> None:
     """Open MLflow's pages on this machine, and say how to open Prefect's."""
-    from components.core.config import load_params
+    from components.core.params import load_params
     from pipelines.ui import open_ui
 
     open_ui(load_params().registry, port)

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from components.baselines.contest import Contender, Timed, drafter_rows, run_contest
 from components.baselines.memory import memory_rows, memory_saved
 from components.baselines.roster import GENERIC, MTP, Roster
-from components.core.config import load_params
 from components.core.errors import UserError
 from components.core.files import read_json, sha256_file, write_json
 from components.core.host import host_card, resolve_threads, set_quiet_environment
+from components.core.params import load_params
 from components.core.paths import (
     ANSWERS,
     BACKBONE,

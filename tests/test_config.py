@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from components.core.config import ParamsView, load_params, parse_params
 from components.core.errors import UserError, exits_cleanly, is_disk_full
 from components.core.files import atomic_folder, atomic_path, sha256_folder, write_json
 from components.core.host import allowed_cores, resolve_threads
+from components.core.params import ParamsView, load_params, parse_params
 from pipelines.stages.common import load_stages, stage_params
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -249,7 +249,7 @@ def test_what_cannot_be_filled_is_told(rendered: str, text: str, given: dict[str
 WHOLE_STORY = """
 import json, sys
 from pathlib import Path
-from components.core.config import load_params
+from components.core.params import load_params
 from components.core.errors import UserError
 from components.release.registry import candidate_version, open_client, point_alias
 from pipelines.flows import release as module

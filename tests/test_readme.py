@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.core.config import load_params, parse_params
+from components.core.params import load_params, parse_params
 from components.data.free_text import fill_from_row
 from helpers_readme import HOW, README, Way, blocks, commands_tested, readme_commands
 from helpers_repository import ROOT, stages, tracked_files

@@ -12,8 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from components.core.config import load_params
 from components.core.errors import UserError, exits_cleanly
+from components.core.params import load_params
 from components.data.free_text import EXAMPLE, STACK, notification_slots, slot_names
 from components.release.registry import load_candidate
 
