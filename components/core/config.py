@@ -10,13 +10,31 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 SPLITS = ("train", "validation", "test")
 SLOT = re.compile(r"\{([a-z_]+)\}")
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def _rising(bounds: tuple[int, int]) -> tuple[int, int]:
+    if bounds[0] > bounds[1]:
+        raise ValueError("the first must not be more than the second")
+    return bounds
+
+
+Bounds = Annotated[tuple[Positive, Positive], AfterValidator(_rising)]
+
+# Recipe -> the slots that it fills, and the bounds of a task that it reads. A row of a file (jsonl) fills any slot.
+RECIPE_SLOTS = {"notifications": ("notifications", "sender"), "misspelt": ("text",), "last_message": ("me", "text")}
+RECIPE_BOUNDS = {
+    "notifications": ("messages", "characters"),
+    "misspelt": ("characters",),
+    "last_message": ("characters",),
+    "jsonl": (),
+}
 
 
 class Strict(BaseModel):
@@ -50,10 +68,15 @@ class Corpora(Strict):
 
 
 class Task(Strict):
-    """One thing a phone does with text; slots in {braces} are filled by the recipe."""
+    """One thing a phone does with text; slots in {braces} are filled by the recipe and by choices (docs/tasks.md)."""
 
     recipe: Literal["notifications", "misspelt", "last_message", "jsonl"] = Field(description="who fills the slots")
     path: str | None = Field(default=None, description="JSONL file of slots; for recipe jsonl only")
+    messages: Bounds | None = Field(default=None, description="fewest and most messages of a stack")
+    characters: Bounds | None = Field(default=None, description="least and most characters of a text or a stack")
+    choices: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict, description="more slots: one of these texts, drawn for each prompt; by default the first"
+    )
     system: str | None = Field(default=None, description="system turn; none leaves it out")
     user: str = Field(description="user turn")
     answer_prefix: str = Field(default="", description="text put at the start of the answer")
@@ -61,11 +84,28 @@ class Task(Strict):
     max_new_tokens: Positive = Field(default=48, description="token budget of an answer")
 
     @model_validator(mode="after")
-    def _path_with_jsonl(self) -> Task:
+    def _goes_with_recipe(self) -> Task:
         if (self.recipe == "jsonl") != (self.path is not None):
             raise ValueError("`path` goes with `recipe: jsonl`, and only with it")
+        for bound in ("messages", "characters"):
+            if getattr(self, bound) is not None and bound not in RECIPE_BOUNDS[self.recipe]:
+                raise ValueError(f"recipe {self.recipe} reads no `{bound}`")
         if any(not text for text in self.stop_texts):
             raise ValueError("a stop text must not be empty")
+        return self
+
+    @model_validator(mode="after")
+    def _every_slot_has_one_source(self) -> Task:
+        filled = RECIPE_SLOTS.get(self.recipe, ())
+        for name, texts in self.choices.items():
+            if name not in self.slots():
+                raise ValueError(f"choice `{name}` is no slot of the template: write {{{name}}} where it belongs")
+            if name in filled:
+                raise ValueError(f"choice `{name}` is a slot that recipe {self.recipe} fills")
+            if not texts or not all(text.strip() for text in texts):
+                raise ValueError(f"choice `{name}` needs one text or more, none of them empty")
+        if self.recipe != "jsonl" and (unknown := sorted(set(self.slots()) - {*filled, *self.choices})):
+            raise ValueError(f"recipe {self.recipe} cannot fill {{{unknown[0]}}}: it fills {', '.join(filled)}")
         return self
 
     def slots(self) -> tuple[str, ...]:

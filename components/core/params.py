@@ -77,8 +77,8 @@ def _first_problem(error: ValidationError) -> tuple[str, str]:
     problem = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in problem["loc"]) or "the file"
     kinds = {"extra_forbidden": "unknown key", "missing": "missing key"}
-    seen = kinds.get(problem["type"], problem["msg"])
-    if "input" in problem and problem["type"] not in ("missing",):
+    seen = kinds.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+    if not isinstance(problem.get("input"), dict | Strict):  # a whole section says less than its name
         seen += f" (value {str(problem['input'])[:60]!r})"
     return where, seen
 
