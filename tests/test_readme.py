@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from components.core.manifest import TaskPrompt
 from components.core.params import load_params, parse_params
 from components.data.free_text import fill_from_row
 from helpers_readme import HOW, README, Way, blocks, commands_tested, readme_commands
@@ -246,7 +247,8 @@ def test_the_recipes_for_own_texts_give_lines_that_fill_slots(language: str, tmp
         made = done.stdout + "".join(path.read_text() for path in sorted(set(tmp_path.iterdir()) - before))
         assert made.strip()
         for line in made.splitlines():
-            slots = "{notifications} {sender}" if "Anna: " in line else "{me} {text}"
-            assert all(fill_from_row(slots, json.loads(line)).values())
+            rendered = "{notifications} {sender}" if "Anna: " in line else "{me} {text}"
+            task = TaskPrompt(rendered=rendered, stop_texts=(), max_new_tokens=1)
+            assert all(fill_from_row(task, json.loads(line)).values())
         for path in set(tmp_path.iterdir()) - before:
             path.unlink()
