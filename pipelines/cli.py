@@ -1,4 +1,4 @@
-"""The command line: `mtp repro | study | run | release | report | gate | generate | evaluate | doctor | ui`.
+"""The command line: `mtp repro | profile | study | run | release | report | gate | generate | evaluate | doctor | ui`.
 
 Owns what people type and what they get back, exit codes included (0 well, 1 refused or not exact, 2 three lines about
 what to mend). It refuses to hide a bug: that keeps its traceback. Its surprising decision: every heavy import stands
@@ -44,6 +44,15 @@ def repro(
     reproduce(stages or [], say)
     if not stages and has_results() and _print_report() is False:
         raise typer.Exit(EXIT_REFUSED)
+
+
+@app.command()
+def profile(name: Annotated[str | None, typer.Argument(help="none: list them")] = None) -> None:
+    """Merge the profile NAME into params.yaml, say what changed and what to type next; without NAME, list them."""
+    from pipelines.profile import apply_profile, profile_lines
+
+    for line in profile_lines() if name is None else apply_profile(name):
+        say(line)
 
 
 @app.command()
@@ -114,7 +123,7 @@ def report(
 @app.command()
 def gate() -> None:
     """Decide on the release from the evidence as it lies there now; exit 1 when refused."""
-    from components.core.config import load_params
+    from components.core.params import load_params
     from components.release.evidence import load_evidence
     from components.release.gates import decide
     from pipelines.report import decision_table
@@ -127,9 +136,18 @@ def gate() -> None:
 
 @app.command()
 def generate(
-    text: Annotated[str, typer.Argument(help='what the task is about; notifications as "Anna: at 5? | Ben: yes"')],
     task: Annotated[str, typer.Option("--task", help="a task of the bundle")],
-    slot: Annotated[list[str] | None, typer.Option("--slot", metavar="NAME=VALUE", help="fill a slot by name")] = None,
+    text: Annotated[
+        str,
+        typer.Argument(
+            show_default=False,
+            help='what the task is about; notifications as "Anna: at 5? | Ben: yes"; none: see --slot',
+        ),
+    ] = "",
+    slot: Annotated[
+        list[str] | None,
+        typer.Option("--slot", metavar="NAME=VALUE", help="fill a slot by name; a choice left out: its first text"),
+    ] = None,
     bundle: Annotated[
         Path | None, typer.Option("--bundle", help="folder of the bundle; default: models/bundle")
     ] = None,
@@ -138,7 +156,7 @@ def generate(
     ] = False,
     mark: Annotated[
         Mark,
-        typer.Option("--mark", help="accepted drafts: green on a terminal, else in brackets (always: in brackets)"),
+        typer.Option("--mark", help="accepted drafts: green, else [in brackets]; a given opening: grey, else <so>"),
     ] = Mark.auto,
     temperature: Annotated[
         float | None, typer.Option("--temperature", help="sample: 0 is greedy, 1 the backbone as it is; default: 0")
@@ -186,7 +204,8 @@ def evaluate(
 
     Every text is answered in turn plainly, with drafts, and with prompt lookup. It may be unlike all training text.
 
-    A notification stack is written {"text": "Anna: at 5? | Ben: yes"}. Keys that are no slots are left alone.
+    A notification stack is written {"text": "Anna: at 5? | Ben: yes"}. A choice that a line leaves out takes its first
+    text. Keys that are no slots are left alone.
     """
     from pipelines.own_texts import evaluate_texts
 
@@ -212,7 +231,7 @@ def ui(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="port on this machine")] = 5000,
 ) -> None:
     """Open MLflow's pages on this machine, and say how to open Prefect's."""
-    from components.core.config import load_params
+    from components.core.params import load_params
     from pipelines.ui import open_ui
 
     open_ui(load_params().registry, port)

@@ -20,11 +20,11 @@ from components.baselines.memory import memory_rows, memory_saved
 from components.baselines.roster import GENERIC, Roster
 from components.baselines.rows import OVERALL, drafter_rows, plain_seconds
 from components.baselines.ways import MTP
-from components.core.config import load_params
 from components.core.errors import UserError
 from components.core.files import read_json, sha256_file, write_json
 from components.core.host import host_card, resolve_threads, set_quiet_environment
 from components.core.manifest import read_policies
+from components.core.params import load_params
 from components.core.paths import (
     ANSWERS,
     BACKBONE,

@@ -18,9 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from components.core import paths
-from components.core.config import load_params
 from components.core.errors import UserError
 from components.core.host import allowed_cores, memory_bytes
+from components.core.params import load_params
 from pipelines.repro import check_disk
 from pipelines.stages.common import load_stages
 

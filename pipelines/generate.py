@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from components.decoding.options import Options
     from components.onnx.generation import Generation, Piece, Statistics
 
-GREEN, PLAIN = "\033[32m", "\033[0m"
+GREEN, GREY, PLAIN = "\033[32m", "\033[90m", "\033[0m"
 
 
 class Mark(StrEnum):
-    """How accepted drafts are shown."""
+    """How accepted drafts, and what the answer was given to begin with, are shown."""
 
     auto = "auto"
     always = "always"
@@ -65,12 +65,16 @@ def write_answer(asked: Asked) -> None:
     if options.relaxed is not None and not asked.draft:
         raise UserError("there are no drafts to relax", "--relaxed with --no-draft", "leave one of them out")
     opened = open_bundle(asked.bundle, asked.threads)
-    slots = fill_from_text(opened.task(asked.task).rendered, asked.text, parse_slots(asked.slots))
+    slots = fill_from_text(opened.task(asked.task), asked.text, parse_slots(asked.slots))
     generation = opened.start(asked.task, slots, asked.draft, options.rule)
+    opening = opened.opening(asked.task, slots)
+    print(given(opening, asked.mark, sys.stdout.isatty()), end="", flush=True)
     for piece in generation.stream():
         print(marked(piece, asked.mark, sys.stdout.isatty()), end="", flush=True)
     print(flush=True)
     said = [cost_line(generation.statistics), *manner(options, generation.statistics)]
+    if opening:
+        said.append(f"{opening.strip()!r} was given")
     if asked.compare:
         said.append(departure(opened.start(asked.task, slots, draft=False).finish(), generation))
     said.append(f"{opened.threads} threads, {opened.manifest.precision}, bundle {opened.sha256[:12]}")
@@ -100,6 +104,13 @@ def marked(piece: Piece, mark: Mark, terminal: bool) -> str:
     before, _, after = piece.text.partition(inner)
     shown = f"{GREEN}{inner}{PLAIN}" if terminal and mark is Mark.auto else f"[{inner}]"
     return f"{before}{shown}{after}"
+
+
+def given(opening: str, mark: Mark, terminal: bool) -> str:
+    """What the answer was given to begin with, as shown."""
+    if mark is Mark.never or not opening:
+        return opening
+    return f"{GREY}{opening}{PLAIN}" if terminal and mark is Mark.auto else f"<{opening}>"
 
 
 def cost_line(cost: Statistics) -> str:

@@ -114,13 +114,13 @@ def read_texts(file: Path, task: str, bundle: Bundle, limit: int | None) -> Text
     Raises:
         UserError: no such task or file, a line that cannot be used, or no text that fits.
     """
-    rendered = bundle.task(task).rendered
+    template = bundle.task(task)
     prompts: list[Prompt] = []
     too_long: list[int] = []
     unused: set[str] = set()
-    for number, row in read_objects(file, example_row(rendered), "correct --prompts FILE.jsonl"):
+    for number, row in read_objects(file, example_row(template), "correct --prompts FILE.jsonl"):
         prompt = _prompt(file, number, task, row, bundle)
-        unused |= unused_keys(rendered, row)
+        unused |= unused_keys(template, row)
         if _fits(bundle, prompt):
             prompts.append(prompt)
         else:
@@ -134,12 +134,12 @@ def read_texts(file: Path, task: str, bundle: Bundle, limit: int | None) -> Text
 
 
 def _prompt(file: Path, number: int, task: str, row: Mapping[str, Any], bundle: Bundle) -> Prompt:
-    rendered, name = bundle.task(task).rendered, f"line {number}"
+    template, name = bundle.task(task), f"line {number}"
     try:
-        slots = fill_from_row(rendered, row)
-        ids = tuple(encode_prompt(bundle.tokenizer, rendered, slots))
+        slots = fill_from_row(template, row)
+        ids = tuple(encode_prompt(bundle.tokenizer, template.rendered, slots))
     except UserError as error:
-        raise UserError(f"{file}, {name}: {error.what}", error.seen, f"write {example_row(rendered)}") from None
+        raise UserError(f"{file}, {name}: {error.what}", error.seen, f"write {example_row(template)}") from None
     return Prompt(name, task, "own", name, slots, "", ids)
 
 

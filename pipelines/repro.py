@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.core import paths
-from components.core.config import load_params
 from components.core.errors import UserError, disk_full, says_disk_full
 from components.core.files import write_json
 from components.core.host import QUIET_ENVIRONMENT
+from components.core.params import load_params
 from pipelines.stages.common import load_stages
 
 # Backbone, features, head and bundle take about 2.5 GB, and as much again where DVC's cache cannot use hard links; the

@@ -21,10 +21,10 @@ import yaml
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from components.core.config import load_params
 from components.core.errors import UserError
 from components.core.files import atomic_folder, read_json, sha256_file, write_json
 from components.core.host import host_card, resolve_threads, set_quiet_environment
+from components.core.params import load_params
 from components.core.paths import ANSWERS, BACKBONE, STUDY_REPORT, TEMPLATES, WORK
 from components.core.progress import Progress
 from components.data.table import read_templates

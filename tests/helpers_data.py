@@ -39,13 +39,16 @@ def sentence(rng: random.Random) -> str:
     return " ".join(rng.choice(VOCABULARY) for _ in range(rng.randint(8, 11)))
 
 
-def make_chats(count: int, messages: int = 6, seed: int = 0) -> tuple[Conversation, ...]:
-    """Two people taking turns."""
+def make_chats(count: int, messages: int = 6, seed: int = 0, sentences: int = 1) -> tuple[Conversation, ...]:
+    """Two people taking turns; messages of one or more sentences."""
     rng = random.Random(seed)
     return tuple(
         Conversation(
             f"chat-{seed}-{number:04d}",
-            tuple(Message(f"p{number}-{turn % 2}", sentence(rng)) for turn in range(messages)),
+            tuple(
+                Message(f"p{number}-{turn % 2}", " ".join(sentence(rng) for _ in range(sentences)))
+                for turn in range(messages)
+            ),
         )
         for number in range(count)
     )

@@ -33,9 +33,10 @@ from components.baselines.standalone import StandaloneDrafter, new_standalone
 from components.baselines.training import Fitted, fit, fit_once, supervised_tokens
 from components.baselines.ways import ADAPTIVE, JACOBI, LOOKUP, MIXED, MTP, RELAXED, TREE
 from components.core import paths
-from components.core.config import Compare, Drafting, Head, Standalone, Train, load_params
+from components.core.config import Compare, Drafting, Head, Standalone, Train
 from components.core.files import write_json
 from components.core.manifest import DraftPolicy, Policies, TaskPrompt
+from components.core.params import load_params
 from components.data.table import Prompt, write_prompts, write_templates
 from components.decoding.bootstrap import Bootstrap
 from components.decoding.loop import Drafter, decode_greedy, decode_with_drafts, longest_match

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_evaluating_own_texts_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["repro", "run", "release", "report", "gate", "generate", "evaluate", "doctor", "ui"]
+    "command", ["repro", "profile", "run", "release", "report", "gate", "generate", "evaluate", "doctor", "ui"]
 )
 def test_every_command_explains_itself(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mtp(monkeypatch, command, "--help") == 0
@@ -184,6 +185,44 @@ def test_generate_gives_the_same_text_with_and_without_drafts_and_what_it_cost(
     assert texts[0].strip()
 
 
+def test_what_an_answer_is_given_to_begin_with_is_shown_and_not_counted(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from components.core.manifest import TaskPrompt, read_manifest, write_manifest
+    from components.onnx.runtime import open_bundle
+
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    opening = {"rendered": "{notifications}\n{tone} {sender}", "answer_prefix": "{tone} {sender}"}
+    task = TaskPrompt(**opening, choices={"tone": ("dear", "poor")}, stop_texts=(), max_new_tokens=8)
+    write_manifest(folder, read_manifest(folder).model_copy(update={"tasks": {"summary": task}}))
+    shown = {}
+    for mark in ("always", "never"):
+        options = ["--task", "summary", "--bundle", str(folder), "--threads", "1", "--mark", mark]
+        assert mtp(monkeypatch, "generate", *options, "--slot", "sender=Anna<|im_end|>", "Anna: at 5? | Ben: yes") == 0
+        shown[mark], said = capfd.readouterr()
+        assert "'dear Anna' was given" in said
+    alone = open_bundle(folder, 1).complete(
+        "summary", {"notifications": 'Anna says: "at 5?" Ben says: "yes"', "sender": "Anna", "tone": "dear"}
+    )
+    assert shown["always"].startswith("<dear Anna>")
+    assert shown["never"] == f"dear Anna{alone.text}\n"
+    assert f"{alone.statistics.tokens} tokens, " in said
+
+
+def test_a_text_may_be_given_by_its_slot_alone(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--mark", "never"]
+    texts = []
+    for text in (["i has went"], ["--slot", "text=i has went"]):
+        assert mtp(monkeypatch, "generate", *options, *text) == 0
+        shown = capfd.readouterr()
+        texts.append(shown.out)
+        assert "was given" not in shown.err
+    assert texts[0] == texts[1]
+
+
 def test_a_seed_gives_the_same_sampled_text_again(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +261,7 @@ def test_relaxed_acceptance_says_that_it_is_not_exact(
         ["--temperature", "1", "--top-p", "1.01"],
         ["--temperature", "1", "--seed", "-1"],
         ["--top-p", "0.5"],
+        ["--seed", "3"],
         ["--relaxed", "0"],
         ["--relaxed", "1", "--temperature", "1"],
         ["--relaxed", "1", "--no-draft"],
@@ -249,6 +289,8 @@ def test_a_decoding_option_is_a_number(option: str, monkeypatch: pytest.MonkeyPa
         ["--task", "proofread", "  "],
         ["--task", "proofread", "--slot", "text", "hi"],
         ["--task", "proofread", "--slot", "me=Ann", "hi"],
+        ["--task", "proofread", "--slot", "text=hi", "dropped?"],
+        ["--task", "proofread"],
         ["--task", "proofread", "word " * 200],
     ],
 )
@@ -369,7 +411,7 @@ def test_texts_that_cannot_be_used_are_three_lines(
     ("changed", "told"),
     [
         ({"--prompts": "gone.jsonl"}, "gone.jsonl is missing"),
-        ({"--prompts": "."}, "not UTF-8 text"),
+        ({"--prompts": "."}, ". is a folder"),
         ({"--task": "poetry"}, "no task 'poetry'"),
         ({"--bundle": "gone"}, "gone"),
         ({"--output": "."}, "cannot write"),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from components.core.config import ParamsView, load_params, parse_params
 from components.core.errors import UserError, exits_cleanly, is_disk_full
 from components.core.files import atomic_folder, atomic_path, sha256_folder, write_json
 from components.core.host import allowed_cores, resolve_threads
+from components.core.params import ParamsView, load_params, parse_params
 from pipelines.stages.common import load_stages, stage_params
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +50,39 @@ def test_a_wrong_key_is_named_in_three_lines(document: Any, path: tuple[str, ...
         parse_params(document)
     assert named in error.value.what
     assert len(error.value.render().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"choices": {"tone": ["warm"]}}, "choice `tone` is no slot of the template"),
+        ({"choices": {"text": ["hi"]}}, "recipe last_message fills"),
+        ({"user": "{text} {tone}", "choices": {"tone": []}}, "needs one text or more"),
+        ({"user": "{text} {tone}", "choices": {"tone": ["warm", " "]}}, "needs one text or more"),
+        ({"user": "{text} {tone}"}, "cannot fill {tone}"),
+        ({"recipe": "misspelt", "user": "{text}"}, "cannot fill {me}"),
+        ({"messages": [2, 3]}, "recipe last_message reads no `messages`"),
+        ({"recipe": "jsonl", "path": "x.jsonl", "characters": [1, 2]}, "recipe jsonl reads no `characters`"),
+        ({"characters": [30, 20]}, "must not be more than the second"),
+        ({"characters": [0, 20]}, "greater than 0"),
+        ({"stop_texts": [""]}, "must not be empty"),
+    ],
+)
+def test_a_task_that_cannot_be_built_is_refused_when_it_is_read(
+    document: Any, changed: dict[str, Any], told: str
+) -> None:
+    document["tasks"]["smart_reply"] |= changed
+    with pytest.raises(UserError, match=r"tasks\.smart_reply") as error:
+        parse_params(document)
+    assert told in error.value.seen
+    assert "{'" not in error.value.seen, "a whole section says less than its name"
+
+
+def test_choices_and_bounds_are_read(document: Any) -> None:
+    more = {"user": "{text} {tone}", "choices": {"tone": ["warm", "formal"]}, "characters": [100, 400]}
+    document["tasks"]["smart_reply"] |= more
+    task = parse_params(document).tasks["smart_reply"]
+    assert (task.choices, task.characters, task.messages) == ({"tone": ("warm", "formal")}, (100, 400), None)
 
 
 def test_a_misspelt_key_is_named_as_it_was_written(document: Any) -> None:

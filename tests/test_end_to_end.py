@@ -246,7 +246,7 @@ def test_release_twice_registers_once(project: Path, reproduced: str) -> None:
     run(project, "mtp", "release")
     run(project, "mtp", "release")
     script = (
-        "from components.core.config import load_params\n"
+        "from components.core.params import load_params\n"
         "from components.release.tracking import open_client\n"
         "registry = load_params().registry\n"
         "client = open_client(registry)\n"

@@ -15,6 +15,7 @@ import yaml
 
 from components.core.errors import UserError
 from components.core.files import write_json
+from components.core.manifest import TaskPrompt
 from components.data.free_text import example_row, fill_from_row, fill_from_text, notification_slots, unused_keys
 from components.release.evidence import load_evidence
 from components.release.gates import decide
@@ -206,42 +207,73 @@ def test_notifications_are_worded_as_in_the_training_prompts() -> None:
     assert notification_slots(typed) == stack.slots
 
 
+def asks(rendered: str, **choices: tuple[str, ...]) -> TaskPrompt:
+    return TaskPrompt(rendered=rendered, choices=choices, stop_texts=(), max_new_tokens=1)
+
+
+STACK_TASK = asks("{notifications} {sender}")
+
+
 def test_defaults_explicit_slots_and_the_only_slot_left() -> None:
-    assert fill_from_text("{me} {text}", "hi", {}) == {"me": "Alex", "text": "hi"}
-    assert fill_from_text("{me} {text}", "hi", {"me": "Ben"}) == {"me": "Ben", "text": "hi"}
-    assert fill_from_text("{headline}", "hi", {}) == {"headline": "hi"}
+    assert fill_from_text(asks("{me} {text}"), "hi", {}) == {"me": "Alex", "text": "hi"}
+    assert fill_from_text(asks("{me} {text}"), "hi", {"me": "Ben"}) == {"me": "Ben", "text": "hi"}
+    assert fill_from_text(asks("{headline}"), "hi", {}) == {"headline": "hi"}
+    assert fill_from_text(asks("{text}"), "", {"text": "hi"}) == {"text": "hi"}
+    stack = {"notifications": 'Anna says: "hi"', "sender": "Anna"}
+    assert fill_from_text(STACK_TASK, "Anna", {"notifications": stack["notifications"]}) == stack
+
+
+def test_a_choice_that_is_left_out_takes_its_first_text() -> None:
+    task = asks("{text} {tone}", tone=("warm", "formal"))
+    assert fill_from_text(task, "hi", {}) == {"text": "hi", "tone": "warm"}
+    assert fill_from_text(task, "hi", {"tone": "a pirate's"}) == {"text": "hi", "tone": "a pirate's"}
+    assert fill_from_row(task, {"text": "hi"}) == {"text": "hi", "tone": "warm"}
+    assert fill_from_row(task, {"text": "hi", "tone": "formal"}) == {"text": "hi", "tone": "formal"}
+    assert fill_from_row(task, json.loads(example_row(task)))["tone"] == "warm"
+    assert unused_keys(task, {"text": "hi", "tone": "formal", "limit": "short"}) == {"limit"}
+    assert smoke.sample_slots(task)["tone"] == "warm"
 
 
 def test_a_row_of_a_file_fills_slots_by_name_or_from_its_text() -> None:
     stack = {"notifications": 'Anna says: "at 5?" Ben says: "yes"', "sender": "Anna"}
-    assert fill_from_row("{notifications} {sender}", stack) == stack
-    assert fill_from_row("{notifications} {sender}", {"text": "Anna: at 5? | Ben: yes"}) == stack
-    assert fill_from_row("{me} {text}", {"text": "hi", "id": 3}) == {"me": "Alex", "text": "hi"}
-    assert fill_from_row("{headline}", {"text": "hi"}) == fill_from_row("{headline}", {"headline": "hi"})
-    assert unused_keys("{me} {text}", {"text": "hi", "id": 3}) == {"id"}
-    assert unused_keys("{headline}", {"text": "hi"}) == set()
-    assert unused_keys("{headline}", {"text": "hi", "headline": "ho"}) == {"text"}
+    assert fill_from_row(STACK_TASK, stack) == stack
+    assert fill_from_row(STACK_TASK, {"text": "Anna: at 5? | Ben: yes"}) == stack
+    assert fill_from_row(asks("{me} {text}"), {"text": "hi", "id": 3}) == {"me": "Alex", "text": "hi"}
+    headline = asks("{headline}")
+    assert fill_from_row(headline, {"text": "hi"}) == fill_from_row(headline, {"headline": "hi"})
+    assert fill_from_row(headline, {"headline": "hi", "text": "ho"}) == {"headline": "hi"}
+    assert unused_keys(asks("{me} {text}"), {"text": "hi", "id": 3}) == {"id"}
+    assert unused_keys(headline, {"text": "hi"}) == set()
+    assert unused_keys(headline, {"text": "hi", "headline": "ho"}) == {"text"}
     for rendered in ("{text}", "{me} {text}", "{one} {two}", "{headline}", "{notifications} {sender}"):
-        assert all(fill_from_row(rendered, json.loads(example_row(rendered))).values())
+        assert all(fill_from_row(asks(rendered), json.loads(example_row(asks(rendered)))).values())
     for row, told in (({"notifications": "x"}, "sender is missing"), ({"text": None}, "text is not a text")):
         with pytest.raises(UserError, match=told):
-            fill_from_row("{notifications} {sender}", row)
+            fill_from_row(STACK_TASK, row)
+    with pytest.raises(UserError, match="headline is missing"):
+        fill_from_row(asks("{text} {headline}"), {"text": "hi"})
 
 
 @pytest.mark.parametrize(
-    ("rendered", "text", "given"),
+    ("rendered", "text", "given", "told", "do"),
     [
-        ("{text}", "hi", {"other": "x"}),
-        ("{text}", "  ", {}),
-        ("{one} {two}", "hi", {}),
-        ("{notifications} {sender}", "no name here", {}),
-        ("{notifications} {sender}", "Anna: ", {}),
-        ("{notifications} {sender}", "|", {}),
+        ("{text}", "hi", {"other": "x"}, "no slot 'other'", "correct --slot"),
+        ("{text}", "  ", {}, "there is no text", "give some text, for example"),
+        ("{notifications} {sender}", "", {}, "there is no text", "Anna: see you at 5"),
+        ("{one} {two}", "hi", {}, "'one' is empty", "--slot one=VALUE --slot two=VALUE"),
+        ("{text}", "hi", {"text": "ho"}, "the text fills no slot", "leave out the text"),
+        ("{me} {text}", "hi", {"text": "ho"}, "the text fills no slot", "leave out the text"),
+        ("{text}", "", {"text": " "}, "'text' is empty", "--slot text=VALUE"),
+        ("{notifications} {sender}", "no name here", {}, "NAME: message", "for example"),
+        ("{notifications} {sender}", "Anna: ", {}, "NAME: message", "for example"),
+        ("{notifications} {sender}", "|", {}, "no notification", "for example"),
     ],
 )
-def test_what_cannot_be_filled_is_told(rendered: str, text: str, given: dict[str, str]) -> None:
-    with pytest.raises(UserError):
-        fill_from_text(rendered, text, given)
+def test_what_cannot_be_filled_is_told(rendered: str, text: str, given: dict[str, str], told: str, do: str) -> None:
+    with pytest.raises(UserError) as refused:
+        fill_from_text(asks(rendered), text, given)
+    assert told in refused.value.what
+    assert do in refused.value.do
 
 
 # --- the one test with Prefect's own server -----------------------------------------------------------------------
@@ -249,7 +281,7 @@ def test_what_cannot_be_filled_is_told(rendered: str, text: str, given: dict[str
 WHOLE_STORY = """
 import json, sys
 from pathlib import Path
-from components.core.config import load_params
+from components.core.params import load_params
 from components.core.errors import UserError
 from components.release.registry import candidate_version, open_client, point_alias
 from pipelines.flows import release as module

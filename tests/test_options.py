@@ -14,7 +14,7 @@ from components.decoding.sampling import Sampling
     ("given", "rule"),
     [
         ({}, Sampling(0.0, 1.0, 0)),
-        ({"seed": 7}, Sampling(0.0, 1.0, 7)),
+        ({"seed": 7, "temperature": 0.0}, Sampling(0.0, 1.0, 7)),
         ({"temperature": 1}, Sampling(1.0, 1.0, 0)),
         ({"temperature": 0.7, "top_p": 0.9, "seed": 3}, Sampling(0.7, 0.9, 3)),
         ({"temperature": 0, "top_p": 0.9}, Sampling(0.0, 0.9, 0)),
@@ -75,6 +75,8 @@ def test_every_refused_name_is_told_at_once() -> None:
         ({"relaxed": float("inf")}, "relaxed is not valid"),
         ({"top_p": 0.5}, "top_p without temperature"),
         ({"top_p": 0.5, "seed": 1}, "top_p without temperature"),
+        ({"seed": 7}, "seed without temperature"),
+        ({"seed": 0, "relaxed": 0.5}, "seed without temperature"),
         ({"relaxed": 1.0, "temperature": 0.5}, "relaxed acceptance is for greedy decoding"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -276,9 +277,61 @@ def test_a_missing_or_foreign_table_is_an_error(tmp_path: Path) -> None:
         read_prompts(tmp_path / "bad.parquet")
 
 
-def test_a_template_that_asks_for_a_slot_its_recipe_lacks_is_refused() -> None:
-    with pytest.raises(UserError, match=r"cannot fill \{sender\}"):
-        build(tasks={"odd": Task(recipe="misspelt", user="{text} {sender}")})
+def test_the_default_draws_stay_as_they_are() -> None:
+    """Every figure rests on these prompts: what is drawn by default may change on purpose only."""
+    rows = [[p.task, p.split, p.group, dict(p.slots), p.source_text, p.prompt_ids] for p in build()]
+    assert len(rows) == 96
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == "f0833ec73da1a49a"
+
+
+# --- choices and bounds ---------------------------------------------------------------------------------------------
+
+TONES = ("warm", "formal", "playful")
+
+
+def rewrite(choices: Mapping[str, tuple[str, ...]]) -> Mapping[str, Task]:
+    slots = "".join(f" {{{name}}}" for name in choices)
+    return {"rewrite": Task(recipe="last_message", user="{text}" + slots, choices=choices)}
+
+
+def test_a_choice_is_drawn_for_each_prompt_and_changes_nothing_else() -> None:
+    plain = build(tasks=rewrite({}))
+    chosen = build(tasks=rewrite({"tone": TONES, "limit": ("short", "long")}))
+    assert [(p.split, p.group, p.slots["text"]) for p in chosen] == [(p.split, p.group, p.slots["text"]) for p in plain]
+    assert [p.source_text for p in chosen] == [p.source_text for p in plain]
+    assert len({(p.slots["tone"], p.slots["limit"]) for p in chosen}) == 6, "both are drawn, each by itself"
+    other = build(data_params(seed=8), tasks=rewrite({"tone": TONES}))
+    assert {p.slots["tone"] for p in other} == set(TONES)
+
+
+def test_a_choice_depends_on_its_own_text_alone() -> None:
+    whole = {p.source_text: p.slots["tone"] for p in build(tasks=rewrite({"tone": TONES}))}
+    fewer = {
+        p.source_text: p.slots["tone"]
+        for p in build(
+            data_params(train=10),
+            corpus=Corpus(CHATS[1:], MISSPELLINGS, NAMES),
+            tasks={**TASKS, **rewrite({"tone": TONES})},
+        )
+        if p.task == "rewrite"
+    }
+    shared = whole.keys() & fewer.keys()
+    assert len(shared) > 10
+    assert all(whole[text] == fewer[text] for text in shared)
+
+
+def test_bounds_hold_and_the_defaults_are_as_if_none_were_given() -> None:
+    chats = make_chats(40, messages=30)
+    task = Task(recipe="notifications", user="{notifications}", messages=(8, 12), characters=(300, 700))
+    prompts = build(data_params(8, 1, 2, most=2000), Corpus(chats, MISSPELLINGS, NAMES), {"long": task})
+    stacks = [prompt.source_text.split("\n") for prompt in prompts]
+    assert all(8 <= len(stack) <= 12 and 300 <= sum(map(len, stack)) <= 700 for stack in stacks)
+    assert len({len(stack) for stack in stacks}) > 1
+    for recipe, user in (("misspelt", "{text}"), ("last_message", "{text}")):
+        bounded = Task(recipe=recipe, user=user, characters=(60, 70))
+        assert all(60 <= len(prompt.source_text) <= 70 for prompt in build(tasks={"short": bounded}))
+    named = TASKS["summary"].model_copy(update={"messages": (2, 5), "characters": (60, 400)})
+    assert build(tasks={"summary": named}) == build(tasks={"summary": TASKS["summary"]})
 
 
 # --- a user's own task ---------------------------------------------------------------------------------------------
@@ -309,6 +362,24 @@ def test_three_rows_are_enough_and_two_are_not(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="task mine") as caught:
         build(tasks=own_task(path))
     assert "mine.jsonl" in caught.value.do
+
+
+def test_a_row_may_give_a_choice_or_leave_it_out(tmp_path: Path) -> None:
+    wish = "with every name and every date kept just as it is"  # long enough to look like a copied run of words
+    task = Task(recipe="jsonl", path=str(tmp_path / "mine.jsonl"), user="{text} {wish}", choices={"wish": (wish, "no")})
+    given = rows(60)
+    write_jsonl(
+        tmp_path / "mine.jsonl", [{**row, "wish": "mine"} if at % 3 == 0 else row for at, row in enumerate(given)]
+    )
+    prompts = build(tasks={"mine": task})
+    assert len(prompts) == 32, "a wish that rows share makes none of them a copy"
+    assert {prompt.slots["wish"] for prompt in prompts} == {"mine", wish, "no"}
+    assert all(prompt.source_text == prompt.slots["text"] for prompt in prompts)
+    write_jsonl(tmp_path / "mine.jsonl", [given[0], {**given[0], "wish": "mine"}])
+    assert len({row.group for row in recipes.jsonl(tmp_path / "mine.jsonl", ("text", "wish"), ("wish",))}) == 1
+    write_jsonl(tmp_path / "mine.jsonl", [*given, {**given[0], "wish": " "}])
+    with pytest.raises(UserError, match="wish is not a text"):
+        build(tasks={"mine": task})
 
 
 def test_rows_of_one_group_stay_together_over_all_tasks(tmp_path: Path) -> None:
@@ -347,11 +418,14 @@ def test_a_wrong_row_is_named_by_its_line(tmp_path: Path, line: str, said: str) 
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "is missing"), (b"\n \n", "holds no row"), (b"\xff\xfe", "not UTF-8")]
+    ("content", "said"),
+    [(None, "is missing"), (b"\n \n", "holds no row"), (b"\xff\xfe", "not UTF-8"), ("folder", "is a folder")],
 )
-def test_a_file_without_rows_is_refused(tmp_path: Path, content: bytes | None, said: str) -> None:
+def test_a_file_without_rows_is_refused(tmp_path: Path, content: bytes | str | None, said: str) -> None:
     path = tmp_path / "mine.jsonl"
-    if content is not None:
+    if isinstance(content, str):
+        path.mkdir()
+    elif content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=said):
         build(tasks=own_task(path))

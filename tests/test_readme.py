@@ -9,11 +9,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from components.core.config import load_params, parse_params
+from components.core.config import RECIPE_BOUNDS, Task
+from components.core.manifest import TaskPrompt
+from components.core.params import load_params, parse_params
+from components.data import recipes
 from components.data.free_text import fill_from_row
 from helpers_readme import HOW, README, Way, blocks, commands_tested, readme_commands
 from helpers_repository import ROOT, stages, tracked_files
@@ -246,7 +250,78 @@ def test_the_recipes_for_own_texts_give_lines_that_fill_slots(language: str, tmp
         made = done.stdout + "".join(path.read_text() for path in sorted(set(tmp_path.iterdir()) - before))
         assert made.strip()
         for line in made.splitlines():
-            slots = "{notifications} {sender}" if "Anna: " in line else "{me} {text}"
-            assert all(fill_from_row(slots, json.loads(line)).values())
+            rendered = "{notifications} {sender}" if "Anna: " in line else "{me} {text}"
+            task = TaskPrompt(rendered=rendered, stop_texts=(), max_new_tokens=1)
+            assert all(fill_from_row(task, json.loads(line)).values())
         for path in set(tmp_path.iterdir()) - before:
             path.unlink()
+
+
+# --- the pages on tasks ---------------------------------------------------------------------------------------------
+
+
+def page_blocks(name: str, language: str) -> list[str]:
+    """Texts of a page's fenced blocks in ``language``."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / name).read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["tasks.md", "mails.md"])
+def test_the_examples_of_tasks_are_valid(name: str) -> None:
+    document = load_params(ROOT / "params.yaml").model_dump(mode="json")
+    tasks: dict[str, Any] = {}
+    for text in page_blocks(name, "yaml"):
+        tasks |= yaml.safe_load(text)["tasks"]
+    assert len(tasks) == 2
+    params = parse_params({**document, "tasks": {**document["tasks"], **tasks}})
+    rows = [json.loads(text) for text in page_blocks(name, "json")]
+    own = [params.tasks[task] for task in tasks if params.tasks[task].recipe == "jsonl"]
+    assert own
+    assert all(set(task.slots()) <= set(row) for row in rows for task in own)
+
+
+def test_the_page_on_tasks_explains_every_key_and_every_recipe() -> None:
+    table = "\n".join(re.findall(r"^\| `.*$", (ROOT / "docs/tasks.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert not {
+        name for name in (*Task.model_fields, *RECIPE_BOUNDS) if f"| `{name}` |" not in table.replace("|| ", "| ")
+    }
+    for bounds in (recipes.STACK_MESSAGES, recipes.STACK_CHARACTERS, recipes.NOTE_CHARACTERS):
+        assert str(list(bounds)) in table
+
+
+MAIL = """From: Karl Heinz Example <karl@example.org>
+To: list@example.org
+Subject: Re: {subject}
+Content-Type: text/plain
+
+On Monday Wilhelmina wrote:
+> a quoted line that is not mine
+{body}
+see http://example.org for more
+Regards, karl
+--
+Karl Heinz, Example Inc
+"""
+
+
+def test_the_recipe_for_mails_gives_rows_without_names_quotes_and_links(tmp_path: Path) -> None:
+    (script,) = page_blocks("mails.md", "python")
+    folder = tmp_path / "package/data/easy-ham-1"
+    folder.mkdir(parents=True)
+    (tmp_path / "data/tasks").mkdir(parents=True)
+    body = "Jennifer and I have looked at the window of the kitchen and found nothing to mend there. " * 5
+    for number, (subject, text) in enumerate([("Window", body), ("window", body + "Again."), ("Short", "Too short.")]):
+        mail = MAIL.format(subject=subject, body=text)
+        (folder / f"{number}.json").write_text(json.dumps({"text": mail}), encoding="utf-8")
+    (folder / "broken.json").write_text(json.dumps({"text": MAIL.replace("plain", "html")}), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    rows = [json.loads(line) for line in (tmp_path / "data/tasks/mails.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and "2 mails of 3" in done.stdout
+    assert rows[0]["group"] == rows[1]["group"]
+    for row in rows:
+        assert 300 <= len(row["text"]) <= 1400
+        assert not re.search(r"karl|heinz|jennifer|quoted|http|@|wilhelmina", row["text"], re.IGNORECASE)
+        assert "found nothing to mend" in row["text"] and "Regards, " in row["text"]
+        assert len(set(re.findall(r"(\w+) and I have", row["text"]))) == 1, "one name, one other name"

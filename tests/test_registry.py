@@ -316,6 +316,27 @@ def test_no_candidate_gives_three_lines(project: Path) -> None:
         load_candidate(REGISTRY)
 
 
+def test_an_answer_of_the_model_begins_with_what_it_was_given(tiny_backbone_dir: Path, tmp_path: Path) -> None:
+    import pandas as pd
+
+    from components.core.manifest import TaskPrompt
+    from components.modeling.backbone import load_backbone
+    from components.onnx.runtime import open_bundle
+    from components.release.model import BundleModel, signature
+
+    backbone = load_backbone(tiny_backbone_dir)
+    tiny_bundle(tmp_path / "bundle", tiny_backbone_dir, backbone, random_head(backbone))
+    model = BundleModel()
+    model.bundle = open_bundle(tmp_path / "bundle", 1)
+    task = TaskPrompt(rendered="{text}\nDear {me}", answer_prefix="Dear {me}", stop_texts=(), max_new_tokens=6)
+    model.bundle.manifest = model.bundle.manifest.model_copy(update={"tasks": {"letter": task}})
+    answers = model.predict(None, pd.DataFrame([{"task": "letter", "text": "hi"}]))
+    alone = model.bundle.complete("letter", {"text": "hi", "me": "Alex"})
+    assert list(answers.columns) == signature().outputs.input_names()
+    assert (answers["given"][0], answers["text"][0]) == ("Dear Alex", f"Dear Alex{alone.text}")
+    assert answers["tokens"][0] == alone.statistics.tokens
+
+
 ASK = (
     "import json, sys, mlflow, pandas as pd\n"
     "model = mlflow.pyfunc.load_model('models:/tiny-mtp@candidate')\n"
@@ -349,5 +370,6 @@ def test_a_real_bundle_answers_by_alias_after_the_project_has_moved(
     assert drafted[0] == drafted[1]
     assert 0 < drafted[0]["tokens"] <= 12
     assert plain[0]["tokens_per_pass"] == 1.0
+    assert plain[0]["given"] == ""
     assert not list(moved.rglob("*.pkl"))
     assert str(project) not in (moved / ".mlflow/artifacts/models" / decision.bundle_sha256 / "MLmodel").read_text()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from components.core import paths
-from components.core.config import load_params
 from components.core.host import QUIET_ENVIRONMENT
+from components.core.params import load_params
 from helpers_repository import (
     ROOT,
     Stage,
@@ -266,6 +266,7 @@ def code_deps(stage: Stage) -> list[Path]:
 PLUMBING = {
     Path("components/core/config.py"),
     Path("components/core/errors.py"),
+    Path("components/core/params.py"),
     Path("components/core/paths.py"),
     Path("components/core/progress.py"),
     Path("pipelines/stages/common.py"),

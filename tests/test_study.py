@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from components.core import paths
-from components.core.config import load_params
 from components.core.errors import UserError
 from components.core.manifest import TaskPrompt
+from components.core.params import load_params
 from components.data.table import Prompt, write_prompts, write_templates
 from components.modeling import study as parts
 from components.modeling.answers import collect_answers, write_table

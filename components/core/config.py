@@ -1,26 +1,40 @@
-"""The schema of params.yaml: typed, strict, frozen.
+"""The schema of params.yaml, section by section: typed, strict, frozen.
 
-Owns every default and every help text. Its one surprising decision: a stage gets a *view* of the parameters that holds
-only the keys its dvc.yaml entry declares, so a key that is read but not tracked fails at once instead of going stale.
+Owns every default and every help text. It refuses unknown keys. Its one surprising decision: what each recipe fills and
+reads stands here, not with the recipes, so that a template that asks for more is refused when the file is read, before
+any stage starts. The file as a whole is params.py.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from components.core.errors import UserError
-
-PARAMS_FILE = Path("params.yaml")
 SPLITS = ("train", "validation", "test")
 SLOT = re.compile(r"\{([a-z_]+)\}")
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def _rising(bounds: tuple[int, int]) -> tuple[int, int]:
+    if bounds[0] > bounds[1]:
+        raise ValueError("the first must not be more than the second")
+    return bounds
+
+
+Bounds = Annotated[tuple[Positive, Positive], AfterValidator(_rising)]
+
+# Recipe -> the slots that it fills, and the bounds of a task that it reads. A row of a file (jsonl) fills any slot.
+RECIPE_SLOTS = {"notifications": ("notifications", "sender"), "misspelt": ("text",), "last_message": ("me", "text")}
+RECIPE_BOUNDS = {
+    "notifications": ("messages", "characters"),
+    "misspelt": ("characters",),
+    "last_message": ("characters",),
+    "jsonl": (),
+}
 
 
 class Strict(BaseModel):
@@ -54,10 +68,15 @@ class Corpora(Strict):
 
 
 class Task(Strict):
-    """One thing a phone does with text; slots in {braces} are filled by the recipe."""
+    """One thing a phone does with text; slots in {braces} are filled by the recipe and by choices (docs/tasks.md)."""
 
     recipe: Literal["notifications", "misspelt", "last_message", "jsonl"] = Field(description="who fills the slots")
     path: str | None = Field(default=None, description="JSONL file of slots; for recipe jsonl only")
+    messages: Bounds | None = Field(default=None, description="fewest and most messages of a stack")
+    characters: Bounds | None = Field(default=None, description="least and most characters of a text or a stack")
+    choices: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict, description="more slots: one of these texts, drawn for each prompt; by default the first"
+    )
     system: str | None = Field(default=None, description="system turn; none leaves it out")
     user: str = Field(description="user turn")
     answer_prefix: str = Field(default="", description="text put at the start of the answer")
@@ -65,11 +84,28 @@ class Task(Strict):
     max_new_tokens: Positive = Field(default=48, description="token budget of an answer")
 
     @model_validator(mode="after")
-    def _path_with_jsonl(self) -> Task:
+    def _goes_with_recipe(self) -> Task:
         if (self.recipe == "jsonl") != (self.path is not None):
             raise ValueError("`path` goes with `recipe: jsonl`, and only with it")
+        for bound in ("messages", "characters"):
+            if getattr(self, bound) is not None and bound not in RECIPE_BOUNDS[self.recipe]:
+                raise ValueError(f"recipe {self.recipe} reads no `{bound}`")
         if any(not text for text in self.stop_texts):
             raise ValueError("a stop text must not be empty")
+        return self
+
+    @model_validator(mode="after")
+    def _every_slot_has_one_source(self) -> Task:
+        filled = RECIPE_SLOTS.get(self.recipe, ())
+        for name, texts in self.choices.items():
+            if name not in self.slots():
+                raise ValueError(f"choice `{name}` is no slot of the template: write {{{name}}} where it belongs")
+            if name in filled:
+                raise ValueError(f"choice `{name}` is a slot that recipe {self.recipe} fills")
+            if not texts or not all(text.strip() for text in texts):
+                raise ValueError(f"choice `{name}` needs one text or more, none of them empty")
+        if self.recipe != "jsonl" and (unknown := sorted(set(self.slots()) - {*filled, *self.choices})):
+            raise ValueError(f"recipe {self.recipe} cannot fill {{{unknown[0]}}}: it fills {', '.join(filled)}")
         return self
 
     def slots(self) -> tuple[str, ...]:
@@ -231,100 +267,3 @@ class Registry(Strict):
     artifact_root: str = Field(description="folder of artifacts for a sqlite store")
     experiment: str
     model_name: str
-
-
-class Params(Strict):
-    """All of params.yaml."""
-
-    backbone: Package
-    corpora: Corpora
-    tasks: dict[str, Task] = Field(min_length=1)
-    data: Data
-    distil: Distil
-    head: Head
-    train: Train
-    runtime: Runtime
-    drafting: Drafting
-    evaluate: Evaluate
-    verify: Verify
-    benchmark: Benchmark
-    compare: Compare
-    gates: Gates
-    registry: Registry
-
-    @field_validator("tasks")
-    @classmethod
-    def _task_names(cls, tasks: dict[str, Task]) -> dict[str, Task]:
-        for name in tasks:
-            if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name):
-                raise ValueError(f"task name {name!r}: use lower-case letters, digits and _")
-        return tasks
-
-    @model_validator(mode="after")
-    def _draft_lengths(self) -> Params:
-        longest = self.data.max_prompt_tokens + max(task.max_new_tokens for task in self.tasks.values())
-        if longest + self.drafting.longest + 1 > self.runtime.max_length:
-            raise ValueError(f"runtime.max_length {self.runtime.max_length} cannot hold {longest} tokens and a draft")
-        return self
-
-
-def _first_problem(error: ValidationError) -> tuple[str, str]:
-    # A misspelt key is unknown and leaves another one missing: what was written is named, not what was meant.
-    problem = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-    where = ".".join(str(part) for part in problem["loc"]) or "the file"
-    kinds = {"extra_forbidden": "unknown key", "missing": "missing key"}
-    seen = kinds.get(problem["type"], problem["msg"])
-    if "input" in problem and problem["type"] not in ("missing",):
-        seen += f" (value {str(problem['input'])[:60]!r})"
-    return where, seen
-
-
-def parse_params(document: Any, name: str = "params.yaml") -> Params:
-    """Validate a parsed document.
-
-    Raises:
-        UserError: names the first wrong key.
-    """
-    try:
-        return Params.model_validate(document)
-    except ValidationError as error:
-        where, seen = _first_problem(error)
-        count = error.error_count()
-        more = f", and {count - 1} more" if count > 1 else ""
-        raise UserError(f"{name} is not valid: {where}{more}", seen, f"correct `{where}` in {name}") from None
-
-
-def load_params(path: Path = PARAMS_FILE) -> Params:
-    """Read and validate the parameter file.
-
-    Raises:
-        UserError: missing, not YAML, or not valid.
-    """
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing", f"no such file in {Path.cwd()}", "run from the project folder") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML", str(error), f"correct {path}, or `git checkout {path}`") from None
-    return parse_params(document, str(path))
-
-
-class ParamsView:
-    """A read-only view that lets through declared keys only.
-
-    Args:
-        section: a (part of) validated parameters.
-        allowed: dotted keys below ``section`` that may be read; a section's name allows all of it.
-    """
-
-    def __init__(self, section: Strict, allowed: frozenset[str], prefix: str = "") -> None:
-        self._section, self._allowed, self._prefix = section, allowed, prefix
-
-    def __getattr__(self, name: str) -> Any:
-        key = f"{self._prefix}{name}"
-        value = getattr(self._section, name)
-        if key in self._allowed:
-            return value
-        if any(other.startswith(f"{key}.") for other in self._allowed):
-            return ParamsView(value, self._allowed, f"{key}.")
-        raise KeyError(f"parameter {key} is read but not declared for this stage in dvc.yaml")

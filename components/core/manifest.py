@@ -104,8 +104,18 @@ class TaskPrompt(Strict):
     """What a runtime needs to prompt for one task."""
 
     rendered: str = Field(description="chat template already applied; slots in {braces}")
+    answer_prefix: str = Field(default="", description="end of `rendered` that opens the answer: shown, not decoded")
+    choices: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict, description="slots that may be left out, and their texts in training; the first stands in"
+    )
     stop_texts: tuple[str, ...]
     max_new_tokens: int
+
+    @model_validator(mode="after")
+    def _prefix_ends_prompt(self) -> TaskPrompt:
+        if not self.rendered.endswith(self.answer_prefix):
+            raise ValueError("the prompt does not end with the answer's prefix")
+        return self
 
 
 class Manifest(Strict):

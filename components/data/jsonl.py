@@ -23,14 +23,18 @@ def read_objects(path: Path, example: str, if_missing: str) -> Iterator[tuple[in
         if_missing: what to do when there is no such file.
 
     Raises:
-        UserError: missing, not text, no row at all, or a line that is no JSON object.
+        UserError: missing, a folder, not text, no row at all, or a line that is no JSON object.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path} is missing", f"no such file, seen from {Path.cwd()}", if_missing) from None
-    except (UnicodeDecodeError, OSError) as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text", str(error), "save it as UTF-8, one JSON object a line") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder", "one file of JSON lines is wanted", if_missing) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read", str(error), if_missing) from None
     lines = text.split("\n")  # not splitlines(): JSON text may hold U+2028 as it is
     filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:

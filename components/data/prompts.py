@@ -117,15 +117,8 @@ def _pools(tasks: Mapping[str, Task], data: DataParams, corpus: Corpus) -> dict[
     for name, task in tasks.items():
         rows: tuple[Candidate, ...] = ()
         if task.recipe == "jsonl":
-            rows = recipes.jsonl(Path(str(task.path)), task.slots())
+            rows = recipes.jsonl(Path(str(task.path)), task.slots(), task.choices)
             assign_rows(rows, data, split_by_group)
-        elif unknown := set(task.slots()) - set(recipes.SLOTS[task.recipe]):
-            known = ", ".join(recipes.SLOTS[task.recipe])
-            raise UserError(
-                f"task {name}: recipe {task.recipe} cannot fill {{{sorted(unknown)[0]}}}",
-                f"it fills {known}",
-                "correct the template",
-            )
         for split in SPLITS:
             own = [row for row in rows if split_by_group[row.group] == split]
             pools[name, split] = _pool(task, chats[split], corpus, data.seed, own)
@@ -134,17 +127,22 @@ def _pools(tasks: Mapping[str, Task], data: DataParams, corpus: Corpus) -> dict[
 
 def _pool(task: Task, chats: Sequence[Conversation], corpus: Corpus, seed: int, rows: Sequence[Candidate]) -> Pool:
     def candidates() -> Iterator[Candidate]:
-        match task.recipe:
-            case "notifications":
-                drawn: Iterable[Candidate] = recipes.notifications(chats, corpus.names, seed)
-            case "misspelt":
-                drawn = recipes.misspelt(chats, corpus.misspellings, seed)
-            case "last_message":
-                drawn = recipes.last_message(chats, corpus.names, seed)
-            case "jsonl":
-                drawn = rows
-        for candidate in drawn:
-            used = {name: candidate.slots[name] for name in task.slots()}
+        for candidate in _drawn(task, chats, corpus, seed) if task.recipe != "jsonl" else rows:
+            slots = recipes.draw_choices(task.choices, candidate, seed) | dict(candidate.slots)
+            used = {name: slots[name] for name in task.slots()}
             yield Candidate(candidate.group, used, candidate.source_text)
 
     return candidates
+
+
+def _drawn(task: Task, chats: Sequence[Conversation], corpus: Corpus, seed: int) -> Iterator[Candidate]:
+    note_characters = task.characters or recipes.NOTE_CHARACTERS
+    match task.recipe:
+        case "notifications":
+            messages, characters = task.messages or recipes.STACK_MESSAGES, task.characters or recipes.STACK_CHARACTERS
+            return recipes.notifications(chats, corpus.names, seed, messages, characters)
+        case "misspelt":
+            return recipes.misspelt(chats, corpus.misspellings, seed, note_characters)
+        case "last_message":
+            return recipes.last_message(chats, corpus.names, seed, note_characters)
+    raise ValueError(f"no corpus recipe: {task.recipe}")

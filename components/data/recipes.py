@@ -13,7 +13,7 @@ import json
 import random
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,16 @@ from components.core.errors import UserError
 from components.data.corpora import Conversation, Message, is_usable, words
 from components.data.jsonl import read_objects
 
-STACK_MESSAGES = (2, 5)  # messages in one notification stack, fewest and most
-STACK_CHARACTERS = (60, 400)  # less holds nothing to summarise; more is no stack of notifications
+Bounds = tuple[int, int]  # least and most
+# What a task gets that names no bounds of its own.
+STACK_MESSAGES: Bounds = (2, 5)  # messages in one notification stack
+STACK_CHARACTERS: Bounds = (60, 400)  # less holds nothing to summarise; more is no stack of notifications
 STACK_MESSAGE_CHARACTERS = (6, 160)
-NOTE_CHARACTERS = (20, 160)  # a text worth proofreading or answering, and short enough for a phone
+NOTE_CHARACTERS: Bounds = (20, 160)  # a text worth proofreading or answering, and short enough for a phone
 NOTE_WORDS = 5
 WORDS_PER_ERROR = 7  # about how densely people who type in a hurry err; at least one error is always made
 MAX_ERRORS = 3
 TOKEN = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")
-
-SLOTS: dict[str, tuple[str, ...]] = {
-    "notifications": ("notifications", "sender"),
-    "misspelt": ("text",),
-    "last_message": ("me", "text"),
-}
 
 
 @dataclass(frozen=True)
@@ -79,16 +75,29 @@ def round_robin(streams: Iterable[Iterator[Candidate]]) -> Iterator[Candidate]:
             waiting.append(stream)
 
 
-def notifications(chats: Sequence[Conversation], names: Sequence[str], seed: int) -> Iterator[Candidate]:
-    """Stacks of consecutive messages: ``notifications`` is ``NAME says: "text" ..``, ``sender`` is the first NAME."""
-    return round_robin(_stacks(chat, names, seed) for chat in seeded_order(chats, seed))
+def notifications(
+    chats: Sequence[Conversation],
+    names: Sequence[str],
+    seed: int,
+    messages: Bounds = STACK_MESSAGES,
+    characters: Bounds = STACK_CHARACTERS,
+) -> Iterator[Candidate]:
+    """Stacks of consecutive messages: ``notifications`` is ``NAME says: "text" ..``, ``sender`` is the first NAME.
+
+    Args:
+        messages: in one stack.
+        characters: of all its messages together, names not counted.
+    """
+    return round_robin(_stacks(chat, names, seed, messages, characters) for chat in seeded_order(chats, seed))
 
 
-def _stacks(chat: Conversation, names: Sequence[str], seed: int) -> Iterator[Candidate]:
+def _stacks(
+    chat: Conversation, names: Sequence[str], seed: int, messages: Bounds, characters: Bounds
+) -> Iterator[Candidate]:
     rng = random.Random(f"{seed}:notifications:{chat.identity}")
     senders = list(dict.fromkeys(message.sender for message in chat.messages))
     name_of = dict(zip(senders, rng.sample(names, len(senders)), strict=True))
-    stacks = _windows(chat.messages, rng)
+    stacks = _windows(chat.messages, rng, messages, characters)
     rng.shuffle(stacks)
     for stack in stacks:
         shown = " ".join(f'{name_of[message.sender]} says: "{message.text}"' for message in stack)
@@ -96,16 +105,18 @@ def _stacks(chat: Conversation, names: Sequence[str], seed: int) -> Iterator[Can
         yield Candidate(chat.identity, slots, "\n".join(message.text for message in stack))
 
 
-def _windows(messages: Sequence[Message], rng: random.Random) -> list[Sequence[Message]]:
+def _windows(
+    messages: Sequence[Message], rng: random.Random, counts: Bounds, characters: Bounds
+) -> list[Sequence[Message]]:
     """Runs of usable messages that do not overlap."""
     usable = [is_usable(message.text, *STACK_MESSAGE_CHARACTERS) and '"' not in message.text for message in messages]
     found: list[Sequence[Message]] = []
     start = 0
     while start < len(messages):
-        stop = start + rng.randint(*STACK_MESSAGES)
+        stop = start + rng.randint(*counts)
         window = messages[start:stop]
-        characters = sum(len(message.text) for message in window)
-        fits = stop <= len(messages) and STACK_CHARACTERS[0] <= characters <= STACK_CHARACTERS[1]
+        length = sum(len(message.text) for message in window)
+        fits = stop <= len(messages) and characters[0] <= length <= characters[1]
         if fits and all(usable[start:stop]):
             found.append(window)
             start = stop
@@ -115,15 +126,20 @@ def _windows(messages: Sequence[Message], rng: random.Random) -> list[Sequence[M
 
 
 def misspelt(
-    chats: Sequence[Conversation], misspellings: Mapping[str, tuple[str, ...]], seed: int
+    chats: Sequence[Conversation],
+    misspellings: Mapping[str, tuple[str, ...]],
+    seed: int,
+    characters: Bounds = NOTE_CHARACTERS,
 ) -> Iterator[Candidate]:
     """Messages with human misspellings put in: ``text``; its source text is the message before that."""
-    return round_robin(_misspelt(chat, misspellings, seed) for chat in seeded_order(chats, seed))
+    return round_robin(_misspelt(chat, misspellings, seed, characters) for chat in seeded_order(chats, seed))
 
 
-def _misspelt(chat: Conversation, misspellings: Mapping[str, tuple[str, ...]], seed: int) -> Iterator[Candidate]:
+def _misspelt(
+    chat: Conversation, misspellings: Mapping[str, tuple[str, ...]], seed: int, characters: Bounds
+) -> Iterator[Candidate]:
     rng = random.Random(f"{seed}:misspelt:{chat.identity}")
-    for text in _notes(chat, rng):
+    for text in _notes(chat, rng, characters):
         if (wrong := misspell(text, misspellings, rng)) is not None:
             yield Candidate(chat.identity, {"text": wrong}, text)
 
@@ -148,50 +164,63 @@ def _like(model: str, word: str) -> str:
     return word[0].upper() + word[1:] if model[0].isupper() else word
 
 
-def last_message(chats: Sequence[Conversation], names: Sequence[str], seed: int) -> Iterator[Candidate]:
-    """Messages to answer: ``text``, and ``me``, the name of the person who answers."""
-    return round_robin(_last_messages(chat, names, seed) for chat in seeded_order(chats, seed))
+def last_message(
+    chats: Sequence[Conversation], names: Sequence[str], seed: int, characters: Bounds = NOTE_CHARACTERS
+) -> Iterator[Candidate]:
+    """Messages to answer or to rewrite: ``text``, and ``me``, the name of the person who does."""
+    return round_robin(_last_messages(chat, names, seed, characters) for chat in seeded_order(chats, seed))
 
 
-def _last_messages(chat: Conversation, names: Sequence[str], seed: int) -> Iterator[Candidate]:
+def _last_messages(chat: Conversation, names: Sequence[str], seed: int, characters: Bounds) -> Iterator[Candidate]:
     rng = random.Random(f"{seed}:last_message:{chat.identity}")
     me = rng.choice(names)
-    for text in _notes(chat, rng):
+    for text in _notes(chat, rng, characters):
         yield Candidate(chat.identity, {"me": me, "text": text}, text)
 
 
-def _notes(chat: Conversation, rng: random.Random) -> list[str]:
+def _notes(chat: Conversation, rng: random.Random, characters: Bounds) -> list[str]:
     """The conversation's messages that can stand alone, each once, in seeded order."""
     texts = dict.fromkeys(message.text for message in chat.messages)
-    notes = [text for text in texts if is_usable(text, *NOTE_CHARACTERS) and len(words(text)) >= NOTE_WORDS]
+    notes = [text for text in texts if is_usable(text, *characters) and len(words(text)) >= NOTE_WORDS]
     rng.shuffle(notes)
     return notes
 
 
-def jsonl(path: Path, slots: Sequence[str]) -> tuple[Candidate, ...]:
+def jsonl(path: Path, slots: Sequence[str], choices: Collection[str] = ()) -> tuple[Candidate, ...]:
     """A user's own rows: one JSON object of slots a line, perhaps with a ``group``; other keys are ignored.
 
     Args:
         path: the file.
-        slots: names that every row must fill with text.
+        slots: names that the template uses.
+        choices: those of them that a row may leave out. They count neither for the group nor as source text: rows of
+            one text belong into one split, and a wish that every row shares makes no row a copy of another.
 
     Raises:
         UserError: missing, not text, empty, or a row that is not as described; names the line.
     """
-    objects = read_objects(path, _example(slots), "correct `path` of the task")
-    return tuple(_row(f"{path}, line {number}", row, slots) for number, row in objects)
+    needed = [name for name in slots if name not in choices]
+    objects = read_objects(path, _example(needed), "correct `path` of the task")
+    return tuple(_row(f"{path}, line {number}", row, slots, needed) for number, row in objects)
 
 
-def _row(where: str, row: Mapping[str, Any], slots: Sequence[str]) -> Candidate:
-    remedy = f"write {_example(slots)}"
-    if missing := [name for name in slots if name not in row]:
+def _row(where: str, row: Mapping[str, Any], slots: Sequence[str], needed: Sequence[str]) -> Candidate:
+    remedy = f"write {_example(needed)}"
+    if missing := [name for name in needed if name not in row]:
         raise UserError(f"{where} lacks {', '.join(missing)}", f"keys there: {', '.join(row) or 'none'}", remedy)
-    if bad := [name for name in slots if not isinstance(row[name], str) or not row[name].strip()]:
+    there = [name for name in slots if name in row]
+    if bad := [name for name in there if not isinstance(row[name], str) or not row[name].strip()]:
         raise UserError(f"{where}: {bad[0]} is not a text", f"{json.dumps(row[bad[0]])[:60]}", remedy)
-    filled = {name: row[name].strip() for name in slots}
-    content = hashlib.sha256(json.dumps(filled, sort_keys=True).encode()).hexdigest()[:16]
-    return Candidate(str(row.get("group", f"row-{content}")), filled, "\n".join(filled.values()))
+    filled = {name: row[name].strip() for name in there}
+    own = {name: filled[name] for name in needed}
+    content = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
+    return Candidate(str(row.get("group", f"row-{content}")), filled, "\n".join(own.values()))
 
 
 def _example(slots: Sequence[str]) -> str:
     return json.dumps(dict.fromkeys(slots, "some text"))
+
+
+def draw_choices(choices: Mapping[str, Sequence[str]], candidate: Candidate, seed: int) -> dict[str, str]:
+    """A text for every choice, by the seed and the candidate's own text alone."""
+    place = f"{candidate.group}:{candidate.source_text}"
+    return {name: random.Random(f"{seed}:{name}:{place}").choice(texts) for name, texts in choices.items()}

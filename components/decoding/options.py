@@ -34,6 +34,8 @@ class Options(BaseModel):
             raise ValueError("relaxed acceptance is for greedy decoding: it cannot go with a temperature")
         if self.top_p < 1 and "temperature" not in self.model_fields_set:
             raise ValueError("top_p without temperature would do nothing: name a temperature too")
+        if "seed" in self.model_fields_set and "temperature" not in self.model_fields_set:
+            raise ValueError("seed without temperature would do nothing: name a temperature too")
         return self
 
     @property

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from components.core.errors import UserError
 from components.core.manifest import DraftPolicy, Manifest, TaskPrompt
-from components.data.template import encode_prompt
+from components.data.template import control_tokens, encode_prompt, fill_slots
 from components.decoding.drafting import PolicyDrafter
 from components.decoding.loop import GREEDY, Drafter, Rule, decode_with_drafts
 from components.decoding.stopping import Answer, StopRule
@@ -68,6 +68,14 @@ class Bundle:
         prompt = self.task(task)
         eos_ids = frozenset(self.manifest.backbone.eos_ids)
         return Answer(StopRule(eos_ids, prompt.stop_texts, prompt.max_new_tokens), self.decode)
+
+    def opening(self, task: str, slots: Mapping[str, str]) -> str:
+        """What the answer is given to begin with, "" for most tasks; it is part of the prompt, not of what is decoded.
+
+        Raises:
+            UserError: unknown task, or empty slot.
+        """
+        return fill_slots(self.task(task).answer_prefix, slots, control_tokens(self.tokenizer))
 
     def drafter(self, policy: DraftPolicy | None = None) -> PolicyDrafter:
         """The head under ``policy``, or under the bundle's own."""

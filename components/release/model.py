@@ -31,7 +31,10 @@ RUNTIME_PACKAGES = ("mlflow", "onnxruntime", "numpy", "tokenizers", "pandas", "p
 
 
 def signature() -> ModelSignature:
-    """Written by hand: one row a request; ``text`` or ``slots`` (a JSON object) fills the prompt."""
+    """Written by hand: one row a request; ``text`` or ``slots`` (a JSON object) fills the prompt.
+
+    An answer begins with what it was ``given`` to begin with, often nothing; the counts are about the rest.
+    """
     return ModelSignature(
         inputs=Schema(
             [
@@ -43,6 +46,7 @@ def signature() -> ModelSignature:
         outputs=Schema(
             [
                 ColSpec(DataType.string, "text"),
+                ColSpec(DataType.string, "given"),
                 ColSpec(DataType.string, "stop_reason"),
                 ColSpec(DataType.long, "tokens"),
                 ColSpec(DataType.long, "passes"),
@@ -82,11 +86,13 @@ class BundleModel(PythonModel):
 
     def _answer(self, row: Mapping[Any, Any], draft: bool) -> dict[str, Any]:
         task = str(row["task"])
-        slots = fill_from_text(self.bundle.task(task).rendered, _text(row.get("text")), _slots(row.get("slots")))
+        slots = fill_from_text(self.bundle.task(task), _text(row.get("text")), _slots(row.get("slots")))
+        opening = self.bundle.opening(task, slots)
         generation = self.bundle.complete(task, slots, draft)
         cost = generation.statistics
         return {
-            "text": generation.text,
+            "text": opening + generation.text,
+            "given": opening,
             "stop_reason": generation.answer.stop_reason,
             "tokens": cost.tokens,
             "passes": cost.passes,

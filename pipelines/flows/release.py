@@ -19,10 +19,11 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed
 
 from components.core import paths
-from components.core.config import Registry, load_params
+from components.core.config import Registry
 from components.core.errors import UserError
 from components.core.files import read_json, sha256_file
 from components.core.manifest import read_manifest
+from components.core.params import load_params
 from components.release import registry as registry_module
 from components.release.evidence import evidence_files, load_evidence
 from components.release.gates import Decision, decide

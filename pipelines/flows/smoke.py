@@ -12,8 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from components.core.config import load_params
 from components.core.errors import UserError, exits_cleanly
+from components.core.manifest import TaskPrompt
+from components.core.params import load_params
 from components.data.free_text import EXAMPLE, STACK, notification_slots, slot_names
 from components.release.registry import load_candidate
 
@@ -39,7 +40,7 @@ def smoke(model: Any, expected: str) -> list[str]:
         raise UserError("the alias gives another bundle", f"{bundle.sha256[:16]}.., not {expected[:16]}..", REMEDY)
     lines = []
     for task, prompt in bundle.manifest.tasks.items():
-        slots = sample_slots(prompt.rendered)
+        slots = sample_slots(prompt)
         request = pd.DataFrame([{"task": task, "slots": json.dumps(slots)}])
         fast, plain = (model.predict(request, params={"draft": draft}).iloc[0] for draft in (True, False))
         if fast["tokens"] < 1 or fast["text"] != plain["text"]:
@@ -48,11 +49,12 @@ def smoke(model: Any, expected: str) -> list[str]:
     return lines
 
 
-def sample_slots(rendered: str) -> dict[str, str]:
+def sample_slots(prompt: TaskPrompt) -> dict[str, str]:
     """Something sensible for every slot: a summary that starts with a whole sentence as its sender ends at once."""
-    names = slot_names(rendered)
+    names = slot_names(prompt)
     stack = notification_slots(EXAMPLE) if STACK in names else {}
-    return {name: stack.get(name, SAMPLE) for name in names}
+    known = {name: texts[0] for name, texts in prompt.choices.items()} | stack
+    return {name: known.get(name, SAMPLE) for name in names}
 
 
 @exits_cleanly

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from components.core.config import ParamsView, load_params
 from components.core.errors import UserError
 from components.core.host import set_quiet_environment
+from components.core.params import ParamsView, load_params
 
 DVC_FILE = Path("dvc.yaml")
 

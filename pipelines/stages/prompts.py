@@ -36,7 +36,11 @@ def render_tasks(backbone: Path, tasks: Mapping[str, Task]) -> dict[str, TaskPro
         ) from None
     return {
         name: TaskPrompt(
-            rendered=render_prompt(chat_template, task), stop_texts=task.stop_texts, max_new_tokens=task.max_new_tokens
+            rendered=render_prompt(chat_template, task),
+            answer_prefix=task.answer_prefix,
+            choices=task.choices,
+            stop_texts=task.stop_texts,
+            max_new_tokens=task.max_new_tokens,
         )
         for name, task in tasks.items()
     }
