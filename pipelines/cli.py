@@ -109,13 +109,16 @@ def _print_report() -> bool | None:
 
 @app.command()
 def report(
-    readme: Annotated[bool, typer.Option("--readme", help="also write the table into README.md")] = False,
+    readme: Annotated[bool, typer.Option("--readme", help="also write the tables into README.md")] = False,
 ) -> None:
     """Show the table of results and the gate's verdict; exit 1 when refused."""
-    from pipelines.report import load_report, write_readme
+    from pipelines.comparison import comparison_markdown
+    from pipelines.report import load_report, render_markdown, write_block
 
     if readme:
-        write_readme(load_report())
+        write_block("results", render_markdown(load_report()))
+        if compared := comparison_markdown():
+            write_block("comparison", compared)
     if _print_report() is False:
         raise typer.Exit(EXIT_REFUSED)
 

@@ -1,4 +1,4 @@
-"""Three tables from comparison.json for `mtp report`: what drafters gain, what they take, what memory the head saves.
+"""Three tables from comparison.json: what drafters gain (for the README too), what they take, what the head saves.
 
 Owns their columns. It computes nothing; without the file there is nothing to show, since `mtp compare` runs on demand.
 What an older file does not hold is shown as a gap.
@@ -12,7 +12,7 @@ from typing import Any
 from components.core import paths
 from components.core.files import read_json
 from components.core.manifest import MANIFEST_FILE, bundle_hash
-from pipelines.report import GAP, text_table
+from pipelines.report import GAP, markdown_table, text_table
 
 MEGABYTE = 1e6
 PASS_FIGURES = ("drafts_per_round", "rows_per_pass", "steps_per_round", "modelled_speedup")
@@ -25,20 +25,15 @@ def comparison_lines() -> list[str]:
     Raises:
         UserError: the file is broken.
     """
-    if not paths.COMPARISON_REPORT.is_file():
+    document = _read()
+    if document is None:
         return []
-    document = read_json(paths.COMPARISON_REPORT, "run `mtp compare`")
     if not _of_current_bundle(document):
         return ["", f"{paths.COMPARISON_REPORT} is about an earlier bundle; `mtp compare` makes it anew"]
-    made = document["created_with"]
-    overall = document["drafters"][0]["overall"]
-    source = f"{made['cpu']}, {made['threads']} thread, {made['precision']}, torch, {overall['prompts']} prompts"
-    if "load_average_before_timing" in document:
-        source += f", load {document['load_average_before_timing']:.1f} before timing"
     return [
         "",
         "extra tokens per pass, by drafter",
-        *_drafter_table(document),
+        *text_table(*_drafter_table(document)),
         *_departures(document),
         "",
         "what drafting takes, by drafter: means over passes; seconds are medians over whole answers",
@@ -47,8 +42,28 @@ def comparison_lines() -> list[str]:
         "one instance: the head against a standalone drafter",
         *_memory_table(document),
         "",
-        f"drafters: {source} ({paths.COMPARISON_REPORT})",
+        f"drafters: {_source(document)}",
     ]
+
+
+def comparison_markdown() -> str | None:
+    """The first table for the README; None before `mtp compare`, or when it is about an earlier bundle."""
+    document = _read()
+    if document is None or not _of_current_bundle(document):
+        return None
+    return "\n".join([*markdown_table(*_drafter_table(document)), "", f"- {_source(document)}"])
+
+
+def _read() -> Any:
+    return read_json(paths.COMPARISON_REPORT, "run `mtp compare`") if paths.COMPARISON_REPORT.is_file() else None
+
+
+def _source(document: Mapping[str, Any]) -> str:
+    made, overall = document["created_with"], document["drafters"][0]["overall"]
+    source = f"{made['cpu']}, {made['threads']} thread, {made['precision']}, torch, {overall['prompts']} prompts"
+    if "load_average_before_timing" in document:
+        source += f", load {document['load_average_before_timing']:.1f} before timing"
+    return f"{source} ({paths.COMPARISON_REPORT})"
 
 
 def _of_current_bundle(document: Mapping[str, Any]) -> bool:
@@ -57,7 +72,7 @@ def _of_current_bundle(document: Mapping[str, Any]) -> bool:
     return manifest.is_file() and document["head_in_bundle"]["bundle_sha256"] == bundle_hash(paths.BUNDLE)
 
 
-def _drafter_table(document: Mapping[str, Any]) -> list[str]:
+def _drafter_table(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     tasks = [row["task"] for row in document["drafters"][0]["tasks"]]
     rows = []
     for drafter in document["drafters"]:
@@ -70,9 +85,11 @@ def _drafter_table(document: Mapping[str, Any]) -> list[str]:
                 *(f"{of_task[task]['extra_tokens_per_pass']:.2f}" for task in tasks),
                 f"{overall['extra_tokens_per_pass']:.2f} [{low:.2f}, {high:.2f}]",
                 f"{overall['exact_match']:.1%}" if "exact_match" in overall else "changes text",
+                _number(drafter["parameters"], 1e6),
+                _number(overall["prompt_pass_ms"]["median"], 1.0),
             )
         )
-    return text_table(("drafter", *tasks, "all [95 %]", "exact"), rows)
+    return ("drafter", *tasks, "all [95 %]", "exact", "M params", "ms/prompt"), rows
 
 
 def _departures(document: Mapping[str, Any]) -> list[str]:
@@ -86,7 +103,7 @@ def _departures(document: Mapping[str, Any]) -> list[str]:
 
 
 def _cost_table(document: Mapping[str, Any]) -> list[str]:
-    heading = "drafter", "drafts", "rows", "steps", "modelled", "s", "s drafting", "s plain", "ms/draft", "ms/prompt"
+    heading = "drafter", "drafts", "rows", "steps", "modelled", "s", "s drafting", "s plain", "ms/draft"
     rows = []
     for drafter in document["drafters"]:
         overall = drafter["overall"]
@@ -96,11 +113,9 @@ def _cost_table(document: Mapping[str, Any]) -> list[str]:
                 *(_number(overall.get(name), 1.0, 2) for name in PASS_FIGURES),
                 *(_number(overall.get(f"{name}_per_answer", {}).get("median"), 1.0, 2) for name in SECONDS),
                 _number(overall["draft_ms_per_step"]["median"], 1.0),
-                _number(overall["prompt_pass_ms"]["median"], 1.0),
-                _number(drafter["parameters"], 1e6),
             )
         )
-    return text_table((*heading, "M params"), rows)
+    return text_table(heading, rows)
 
 
 def _memory_table(document: Mapping[str, Any]) -> list[str]:

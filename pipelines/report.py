@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 GAP = "-"
 OVERALL = "all"
-RESULTS_BEGIN, RESULTS_END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
 @dataclass(frozen=True)
@@ -165,26 +164,25 @@ def render_text(report: Report) -> str:
 
 def render_markdown(report: Report) -> str:
     """The same as Markdown, for Prefect's summary artifact and the README."""
-    heading = ("task", *(column.heading for column in COLUMNS))
-    lines = [heading, tuple("---" if not index else "---:" for index in range(len(heading))), *report.rows]
-    table = [f"| {' | '.join(cells)} |" for cells in lines]
+    table = markdown_table(("task", *(column.heading for column in COLUMNS)), report.rows)
     rest = [*report.notes, *_verdict(report)]
     return "\n".join([*table, "", *(f"- {line.strip()}" for line in rest)])
 
 
-def write_readme(report: Report, readme: Path = Path("README.md")) -> None:
-    """Put the table between the README's result markers, so that no figure there is ever typed.
+def write_block(name: str, content: str, readme: Path = Path("README.md")) -> None:
+    """Put ``content`` between the README's markers of that name, so that no figure there is ever typed.
 
     Raises:
         UserError: the markers are gone.
     """
     text = readme.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(RESULTS_BEGIN)
-    _, end, after = rest.partition(RESULTS_END)
+    first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not (begin and end):
-        raise UserError(f"{readme} has no place for results", f"no {RESULTS_BEGIN}", f"put {RESULTS_BEGIN} back")
+        raise UserError(f"{readme} has no place for the {name}", f"no {first}", f"put {first} and {last} back")
     with atomic_path(readme) as temporary:
-        temporary.write_text(f"{before}{begin}\n{render_markdown(report)}\n{end}{after}", encoding="utf-8")
+        temporary.write_text(f"{before}{begin}\n{content}\n{end}{after}", encoding="utf-8")
 
 
 def decision_table(decision: Decision) -> list[str]:
@@ -213,3 +211,9 @@ def text_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
         return "  ".join([first.strip().ljust(widths[0]), *others]).rstrip()
 
     return [line(heading), "  ".join("-" * width for width in widths), *(line(row) for row in rows)]
+
+
+def markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table, aligned as :func:`text_table` does."""
+    lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]

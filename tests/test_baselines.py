@@ -576,6 +576,8 @@ def test_the_command_writes_everything(capsys: pytest.CaptureFixture[str]) -> No
     assert document["head_in_bundle"]["owned_bytes"] == 0
     assert {row["prompt_tokens"] for row in document["memory"]} == set(COMPARE.prompt_lengths)
     assert "before timing" in comparison.comparison_lines()[-1]
+    for_readme = (comparison.comparison_markdown() or "").splitlines()
+    assert [line.split(" | ")[0] for line in for_readme[2:]][: len(NAMES)] == [f"| {name}" for name in NAMES]
     (kept,) = paths.WORK.glob("compare-*")
     assert kept != older, "weights made from something else are gone"
     assert kept == compare.work_folder(load_params()) and len(list(kept.glob("*.safetensors"))) == 5

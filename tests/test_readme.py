@@ -130,15 +130,6 @@ def test_every_file_named_exists() -> None:
     assert not {name for name in named - made if name.rstrip("/") not in known}
 
 
-def test_the_example_of_a_task_is_valid() -> None:
-    added = yaml.safe_load(blocks("yaml")[0])["tasks"]
-    document = load_params(ROOT / "params.yaml").model_dump(mode="json")
-    params = parse_params({**document, "tasks": {**document["tasks"], **added}})
-    row = json.loads(blocks("json")[0])
-    for name in added:
-        assert set(params.tasks[name].slots()) == set(row)
-
-
 def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) < LONGEST_README_LINES
 
