@@ -159,7 +159,7 @@ def generate(
     ] = False,
     mark: Annotated[
         Mark,
-        typer.Option("--mark", help="accepted drafts: green, else [in brackets]; a given opening: grey, else <so>"),
+        typer.Option("--mark", help="accepted drafts: green, else in brackets; a given opening: grey, else in <>"),
     ] = Mark.auto,
     temperature: Annotated[
         float | None, typer.Option("--temperature", help="sample: 0 is greedy, 1 the backbone as it is; default: 0")
