@@ -41,6 +41,17 @@ CHAT_TEMPLATE = (
 LETTERS = "the cat sat on the mat and i has went to the store yesterday to buy milk, bread and a red hat for anna."
 
 
+LONGEST_FILES = ("test_end_to_end", "test_flows")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Several workers take whole files in this order: the longest first, so that none works alone at the end. (In it,
+    Prefect's servers of the two are minutes apart: two that started at once could choose the same port.)"""
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        order = {name: number for number, name in enumerate(LONGEST_FILES)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 def teach(model: Any, lessons: list[list[int]], answer: int, steps: int = 240) -> None:
     """Next-token training on the last ``answer`` tokens of each lesson, a few seconds."""
     import torch

@@ -22,7 +22,7 @@ from helpers_repository import ROOT, stages, tracked_files
 LONGEST_README_LINES = 200
 MAKE_RUNS = {
     "repro": [".venv/bin/mtp repro"],
-    "test": [".venv/bin/python -m pytest"],
+    "test": [".venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder"],
     "check": [".venv/bin/ruff check .", ".venv/bin/ruff format --check .", ".venv/bin/mypy"],
     "ui": [".venv/bin/mtp ui"],
 }
