@@ -35,7 +35,7 @@ repro: $(STAMP)
 	@$(BIN)/mtp repro
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
 	@$(BIN)/ruff check .

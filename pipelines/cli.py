@@ -7,21 +7,28 @@ inside the command that needs it, so that `mtp --help` answers in a fraction of 
 
 from __future__ import annotations
 
+import functools
+import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 
-from components.core.errors import EXIT_USER_ERROR, exits_cleanly
+from components.core import paths
+from components.core.errors import EXIT_USER_ERROR, UserError, exits_cleanly
 from pipelines.generate import Mark
 
+NAME = "mtp"
 EXIT_REFUSED = 1
+P = ParamSpec("P")
+R = TypeVar("R")
 
 app = typer.Typer(
-    name="mtp",
+    name=NAME,
     help="Train, prove, export and release a multi-token-prediction head for a frozen language model.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
@@ -31,7 +38,19 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def in_project(command: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a command that works in the project's folder: anywhere else, that is the first thing it says."""
+
+    @functools.wraps(command)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        paths.check_project()
+        return command(*args, **kwargs)
+
+    return checked
+
+
 @app.command()
+@in_project
 def repro(
     stages: Annotated[
         list[str] | None,
@@ -47,6 +66,7 @@ def repro(
 
 
 @app.command()
+@in_project
 def profile(name: Annotated[str | None, typer.Argument(help="none: list them")] = None) -> None:
     """Merge the profile NAME into params.yaml, say what changed and what to type next; without NAME, list them."""
     from pipelines.profile import apply_profile, profile_lines
@@ -56,6 +76,7 @@ def profile(name: Annotated[str | None, typer.Argument(help="none: list them")] 
 
 
 @app.command()
+@in_project
 def compare() -> None:
     """The head against other drafters trained on the same answers, on demand: about an hour and a half."""
     from pipelines.compare import run_comparison
@@ -64,6 +85,7 @@ def compare() -> None:
 
 
 @app.command()
+@in_project
 def study(
     file: Annotated[Path, typer.Argument(help="variants to train, as in docs/study.yaml")] = Path("docs/study.yaml"),
 ) -> None:
@@ -74,6 +96,7 @@ def study(
 
 
 @app.command()
+@in_project
 def run() -> None:
     """The same through Prefect, one task a stage, then release."""
     from pipelines.repro import check_ready
@@ -88,6 +111,7 @@ def run() -> None:
 
 
 @app.command()
+@in_project
 def release() -> None:
     """Gates, registration in MLflow, alias `candidate`, smoke test; run twice, it changes nothing."""
     from pipelines.flows.release import release as release_flow
@@ -108,6 +132,7 @@ def _print_report() -> bool | None:
 
 
 @app.command()
+@in_project
 def report(
     readme: Annotated[bool, typer.Option("--readme", help="also write the tables into README.md")] = False,
 ) -> None:
@@ -124,6 +149,7 @@ def report(
 
 
 @app.command()
+@in_project
 def gate() -> None:
     """Decide on the release from the evidence as it lies there now; exit 1 when refused."""
     from components.core.params import load_params
@@ -135,6 +161,16 @@ def gate() -> None:
     say("\n".join(decision_table(decision)))
     if not decision.passed:
         raise typer.Exit(EXIT_REFUSED)
+
+
+def project_bundle() -> Path:
+    """The bundle of the project that we are in.
+
+    Raises:
+        UserError: this is no project folder.
+    """
+    paths.check_project()
+    return paths.BUNDLE
 
 
 @app.command()
@@ -179,11 +215,10 @@ def generate(
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core this process may use")] = 0,
 ) -> None:
     """Write TEXT's answer as it is decoded, accepted drafts marked, then what it cost."""
-    from components.core import paths
     from pipelines.generate import Asked, write_answer
 
     options = {"temperature": temperature, "top_p": top_p, "seed": seed, "relaxed": relaxed}
-    slots, folder = tuple(slot or ()), bundle or paths.BUNDLE
+    slots, folder = tuple(slot or ()), bundle or project_bundle()
     write_answer(Asked(text, task, slots, folder, not no_draft, mark, compare, threads, options))
 
 
@@ -212,13 +247,14 @@ def evaluate(
     """
     from pipelines.own_texts import evaluate_texts
 
-    screen, exact = evaluate_texts(prompts, task, limit, bundle, output, threads)
+    screen, exact = evaluate_texts(prompts, task, limit, bundle or project_bundle(), output, threads)
     say(screen)
     if not exact:
         raise typer.Exit(EXIT_REFUSED)
 
 
 @app.command()
+@in_project
 def doctor() -> None:
     """Say what is installed, what is missing and what to type; exit 2 when something is missing."""
     from pipelines.doctor import examine, render
@@ -230,6 +266,7 @@ def doctor() -> None:
 
 
 @app.command()
+@in_project
 def ui(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="port on this machine")] = 5000,
 ) -> None:
@@ -240,10 +277,22 @@ def ui(
     open_ui(load_params().registry, port)
 
 
+def usage_fault(error: typer.TyperException) -> UserError:
+    """What the option parser has to say, in our three lines instead of its box."""
+    said = error.format_message().rstrip(".")
+    commands = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    helped = " ".join([NAME, *(typed for typed in sys.argv[1:2] if typed in commands), "--help"])
+    return UserError(said[:1].lower() + said[1:], shlex.join([NAME, *sys.argv[1:]])[:200], f"see `{helped}`")
+
+
 @exits_cleanly
 def main() -> None:
-    """Entry point of the `mtp` script."""
-    app()
+    """Entry point of the `mtp` script; alone, it shows its help."""
+    try:
+        ended = app(sys.argv[1:] or ["--help"], prog_name=NAME, standalone_mode=False)
+    except typer.TyperException as error:
+        raise usage_fault(error) from None
+    raise SystemExit(ended or 0)
 
 
 if __name__ == "__main__":

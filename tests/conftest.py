@@ -6,6 +6,7 @@ Built once per session; tests must not write into the folders these fixtures ret
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,22 @@ import pytest
 
 from components.core.host import set_quiet_environment
 
+ROOT = Path(__file__).resolve().parent.parent
+
 set_quiet_environment()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def share_bytecode() -> None:
+    """Let the processes that tests start share compiled modules, in pytest's own folder, where nothing may be written
+    beside the source: compiling torch, MLflow and Great Expectations anew is half of what every such process costs."""
+    if sys.dont_write_bytecode:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".pytest_cache/bytecode")
+
+
+share_bytecode()
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -24,6 +39,17 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LETTERS = "the cat sat on the mat and i has went to the store yesterday to buy milk, bread and a red hat for anna."
+
+
+LONGEST_FILES = ("test_end_to_end", "test_flows")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Several workers take whole files in this order: the longest first, so that none works alone at the end. (In it,
+    Prefect's servers of the two are minutes apart: two that started at once could choose the same port.)"""
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        order = {name: number for number, name in enumerate(LONGEST_FILES)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def teach(model: Any, lessons: list[list[int]], answer: int, steps: int = 240) -> None:

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from components.core.errors import UserError
 from components.onnx.generation import Piece
 from helpers_bundle import random_head, tiny_bundle
+from helpers_cli import Ended
 from helpers_release import good_documents, write_documents, write_fake_bundle
 from pipelines import cli
 from pipelines.generate import Mark, marked, parse_slots
@@ -23,6 +26,8 @@ from pipelines.repro import drop_dead_locks
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLE, REPORTS = Path("models/bundle"), Path("models/reports")
+Mtp = Callable[..., Ended]
+NUMBERS = ("--temperature", "--top-p", "--seed", "--relaxed")
 HEAVY = ("torch", "mlflow", "prefect", "pydantic", "pandas", "onnxruntime", "transformers", "great_expectations", "dvc")
 
 
@@ -35,13 +40,18 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def mtp(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run the command line in this process; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["mtp", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    code = ended.value.code
-    return int(code) if code is not None else 0
+@pytest.fixture
+def mtp(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Mtp:
+    """Runs the command line in this process."""
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["mtp", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, *capfd.readouterr())
+
+    return run
 
 
 def write_results(slow: bool = False) -> None:
@@ -74,59 +84,114 @@ def test_evaluating_own_texts_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["repro", "profile", "run", "release", "report", "gate", "generate", "evaluate", "doctor", "ui"]
+    "command",
+    [
+        "repro",
+        "profile",
+        "compare",
+        "study",
+        "run",
+        "release",
+        "report",
+        "gate",
+        "generate",
+        "evaluate",
+        "doctor",
+        "ui",
+    ],
 )
-def test_every_command_explains_itself(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mtp(monkeypatch, command, "--help") == 0
-
-
-@pytest.mark.parametrize("command", [["repro"], ["run"], ["gate"], ["doctor"], ["ui"]])
-def test_wrong_parameters_end_with_two_and_no_traceback(
-    command: list[str], project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_every_command_explains_itself_anywhere(
+    command: str, mtp: Mtp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert mtp(command, "--help").code == 0
+
+
+def test_alone_it_shows_what_it_can_do(mtp: Mtp) -> None:
+    assert mtp() == mtp("--help")
+    assert "evaluate" in mtp().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "what", "helped"),
+    [
+        ("reprod", "'reprod'", "mtp --help"),
+        ("--verbose", "--verbose", "mtp --help"),
+        ("report --readm", "--readme", "mtp report --help"),
+        ("report now", "now", "mtp report --help"),
+        ("generate hi", "'--task'", "mtp generate --help"),
+        ("generate --task", "'--task'", "mtp generate --help"),
+        ("generate --task proofread --mark loud hi", "'--mark'", "mtp generate --help"),
+        ("generate --task proofread --threads -1 hi", "'--threads'", "mtp generate --help"),
+        *((f"generate --task proofread {option} warm hi", option, "mtp generate --help") for option in NUMBERS),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_three_lines(typed: str, what: str, helped: str, mtp: Mtp) -> None:
+    wrong, seen, remedy = mtp(*typed.split()).told()
+    assert what in wrong
+    assert (seen, remedy) == (f"mtp {typed}", f"see `{helped}`")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *("repro", "repro train", "compare", "run", "release", "report --readme", "gate", "doctor", "ui"),
+        "generate --task proofread hi",
+        "evaluate --task proofread --prompts mine.jsonl",
+    ],
+)
+def test_outside_a_project_that_is_what_is_told(
+    typed: str, mtp: Mtp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong, seen, remedy = mtp(*typed.split()).told()
+    assert (wrong, seen) == ("this is no project folder", f"no params.yaml in {tmp_path}")
+    assert remedy.startswith("cd ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_project_that_lost_its_parameters_gets_them_back(mtp: Mtp, project: Path) -> None:
+    (project / "params.yaml").unlink()
+    assert "git checkout params.yaml" in mtp("repro").told()[2]
+
+
+@pytest.mark.parametrize("command", ["repro", "run", "gate", "doctor", "ui"])
+def test_wrong_parameters_end_with_two_and_no_traceback(command: str, project: Path, mtp: Mtp) -> None:
     (project / "params.yaml").write_text("nonsense: 1\n")
-    assert mtp(monkeypatch, *command) == 2
-    shown = capfd.readouterr()
-    assert "Traceback" not in shown.err
-    assert "params.yaml" in shown.err + shown.out
+    done = mtp(command)
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert "params.yaml" in done.err + done.out
 
 
-def test_no_results_yet_is_three_lines(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert mtp(monkeypatch, "report") == 2
-    assert [line[:7] for line in capfd.readouterr().err.splitlines()] == ["error: ", " seen: ", " next: "]
+def test_no_results_yet_is_three_lines(project: Path, mtp: Mtp) -> None:
+    assert "mtp repro" in mtp("report").told()[2]
 
 
-def test_the_report_of_a_passed_release(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_of_a_passed_release(project: Path, mtp: Mtp) -> None:
     write_results()
-    assert mtp(monkeypatch, "report") == 0
-    shown = capfd.readouterr().out
+    done = mtp("report")
+    assert done.code == 0
     for wanted in ("1.40x", "100.0%", "2.00", "a test, 1 threads, float32, 3 prompts, 2 rounds", "gate: passed"):
-        assert wanted in shown
-    assert str(REPORTS) in shown
+        assert wanted in done.out
+    assert str(REPORTS) in done.out
 
 
-def test_a_refused_release_ends_with_one_and_its_reason(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_release_ends_with_one_and_its_reason(project: Path, mtp: Mtp) -> None:
     write_results(slow=True)
-    assert mtp(monkeypatch, "report") == 1
-    assert "0.8 is slow" in capfd.readouterr().out
-    assert mtp(monkeypatch, "gate") == 1
-    assert "0.8 does not meet 1.0" in capfd.readouterr().out
+    for command, reason in (("report", "0.8 is slow"), ("gate", "0.8 does not meet 1.0")):
+        done = mtp(command)
+        assert done.code == 1
+        assert reason in done.out
 
 
-def test_the_gate_decides_on_the_files_as_they_are_now(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_gate_decides_on_the_files_as_they_are_now(project: Path, mtp: Mtp) -> None:
     write_results()
-    assert mtp(monkeypatch, "gate") == 0
+    assert mtp("gate").code == 0
     (REPORTS / "training.json").unlink()
-    assert mtp(monkeypatch, "gate") == 1
-    assert "training.json: no such file" in capfd.readouterr().out
+    done = mtp("gate")
+    assert done.code == 1
+    assert "training.json: no such file" in done.out
 
 
 def test_figures_that_were_not_taken_are_gaps(project: Path) -> None:
@@ -169,25 +234,15 @@ def bundle(tiny_backbone_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def test_generate_gives_the_same_text_with_and_without_drafts_and_what_it_cost(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    texts = []
-    for extra in ([], ["--no-draft"]):
-        options = ["--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--mark", "never", *extra]
-        assert mtp(monkeypatch, "generate", *options, "i has went") == 0
-        shown = capfd.readouterr()
-        texts.append(shown.out)
-        assert "tokens per pass" in shown.err
-        assert "tokens/s" in shown.err
-        assert "1 threads, float32" in shown.err
-    assert texts[0] == texts[1]
-    assert texts[0].strip()
+@pytest.fixture
+def generate(mtp: Mtp, bundle: Path) -> Mtp:
+    """Runs `mtp generate` on the tiny bundle, one thread, nothing marked."""
+    return partial(
+        mtp, *("generate", "--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--mark", "never")
+    )
 
 
-def test_what_an_answer_is_given_to_begin_with_is_shown_and_not_counted(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_answer_is_given_to_begin_with_is_shown_and_not_counted(bundle: Path, tmp_path: Path, mtp: Mtp) -> None:
     from components.core.manifest import TaskPrompt, read_manifest, write_manifest
     from components.onnx.runtime import open_bundle
 
@@ -199,56 +254,54 @@ def test_what_an_answer_is_given_to_begin_with_is_shown_and_not_counted(
     shown = {}
     for mark in ("always", "never"):
         options = ["--task", "summary", "--bundle", str(folder), "--threads", "1", "--mark", mark]
-        assert mtp(monkeypatch, "generate", *options, "--slot", "sender=Anna<|im_end|>", "Anna: at 5? | Ben: yes") == 0
-        shown[mark], said = capfd.readouterr()
-        assert "'dear Anna' was given" in said
+        done = mtp("generate", *options, "--slot", "sender=Anna<|im_end|>", "Anna: at 5? | Ben: yes")
+        assert done.code == 0
+        assert "'dear Anna' was given" in done.err
+        shown[mark] = done.out
     alone = open_bundle(folder, 1).complete(
         "summary", {"notifications": 'Anna says: "at 5?" Ben says: "yes"', "sender": "Anna", "tone": "dear"}
     )
     assert shown["always"].startswith("<dear Anna>")
     assert shown["never"] == f"dear Anna{alone.text}\n"
-    assert f"{alone.statistics.tokens} tokens, " in said
+    assert f"{alone.statistics.tokens} tokens, " in done.err
 
 
-def test_a_text_may_be_given_by_its_slot_alone(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--mark", "never"]
-    texts = []
-    for text in (["i has went"], ["--slot", "text=i has went"]):
-        assert mtp(monkeypatch, "generate", *options, *text) == 0
-        shown = capfd.readouterr()
-        texts.append(shown.out)
-        assert "was given" not in shown.err
-    assert texts[0] == texts[1]
+def test_a_text_may_be_given_by_its_slot_alone(generate: Mtp) -> None:
+    by_text, by_slot = generate("i has went"), generate("--slot", "text=i has went")
+    for done in (by_text, by_slot):
+        assert done.code == 0
+        assert "was given" not in done.err
+    assert by_text.out == by_slot.out
 
 
-def test_a_seed_gives_the_same_sampled_text_again(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_gives_the_same_text_with_and_without_drafts_and_what_it_cost(generate: Mtp) -> None:
+    drafted, plain = generate("i has went"), generate("--no-draft", "i has went")
+    for done in (drafted, plain):
+        assert done.code == 0
+        for wanted in ("tokens per pass", "tokens/s", "1 threads, float32"):
+            assert wanted in done.err
+    assert drafted.out == plain.out
+    assert drafted.out.strip()
+
+
+def test_a_seed_gives_the_same_sampled_text_again(generate: Mtp) -> None:
     texts = []
     for extra in (["--seed", "3"], ["--seed", "3"], ["--seed", "4"], ["--seed", "3", "--no-draft"]):
-        options = ["--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--mark", "never", *extra]
-        assert mtp(monkeypatch, "generate", *options, "--temperature", "0.9", "--top-p", "0.95", "i has went") == 0
-        shown = capfd.readouterr()
-        texts.append(shown.out)
-        assert f"sampled: temperature 0.9, top-p 0.95, seed {extra[1]}" in shown.err
+        done = generate(*extra, "--temperature", "0.9", "--top-p", "0.95", "i has went")
+        assert done.code == 0
+        assert f"sampled: temperature 0.9, top-p 0.95, seed {extra[1]}" in done.err
+        texts.append(done.out)
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_relaxed_acceptance_says_that_it_is_not_exact(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--compare", "i has went"]
-    assert mtp(monkeypatch, "generate", "--relaxed", "1000", *options) == 0
-    relaxed = capfd.readouterr().err
-    assert "not exact: relaxed by 1000, " in relaxed
-    assert "accepted drafts (100%) were not the backbone's choice" in relaxed
-    assert "leaves greedy decoding at token " in relaxed
-    assert mtp(monkeypatch, "generate", *options) == 0
-    exact = capfd.readouterr().err
-    assert "not exact" not in exact
-    assert "same tokens as greedy decoding" in exact
+def test_relaxed_acceptance_says_that_it_is_not_exact(generate: Mtp) -> None:
+    relaxed, exact = generate("--relaxed", "1000", "--compare", "i has went"), generate("--compare", "i has went")
+    assert relaxed.code == exact.code == 0
+    assert "not exact: relaxed by 1000, " in relaxed.err
+    assert "accepted drafts (100%) were not the backbone's choice" in relaxed.err
+    assert "leaves greedy decoding at token " in relaxed.err
+    assert "not exact" not in exact.err
+    assert "same tokens as greedy decoding" in exact.err
 
 
 @pytest.mark.parametrize(
@@ -267,19 +320,9 @@ def test_relaxed_acceptance_says_that_it_is_not_exact(
         ["--relaxed", "1", "--no-draft"],
     ],
 )
-def test_decoding_options_out_of_range_are_three_lines(
-    arguments: list[str], project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_decoding_options_out_of_range_are_three_lines(arguments: list[str], project: Path, mtp: Mtp) -> None:
     """Told before a bundle is opened: none lies here."""
-    assert mtp(monkeypatch, "generate", "--task", "proofread", *arguments, "hi") == 2
-    error = capfd.readouterr().err
-    assert [line[:7] for line in error.splitlines()] == ["error: ", " seen: ", " next: "]
-    assert "bundle" not in error
-
-
-@pytest.mark.parametrize("option", ["--temperature", "--top-p", "--seed", "--relaxed"])
-def test_a_decoding_option_is_a_number(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mtp(monkeypatch, "generate", "--task", "proofread", option, "warm", "hi") == 2
+    assert "bundle" not in " ".join(mtp("generate", "--task", "proofread", *arguments, "hi").told())
 
 
 @pytest.mark.parametrize(
@@ -294,18 +337,12 @@ def test_a_decoding_option_is_a_number(option: str, monkeypatch: pytest.MonkeyPa
         ["--task", "proofread", "word " * 200],
     ],
 )
-def test_what_cannot_be_generated_is_three_lines(
-    arguments: list[str], bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert mtp(monkeypatch, "generate", "--bundle", str(bundle), *arguments) == 2
-    assert [line[:7] for line in capfd.readouterr().err.splitlines()] == ["error: ", " seen: ", " next: "]
+def test_what_cannot_be_generated_is_three_lines(arguments: list[str], bundle: Path, mtp: Mtp) -> None:
+    assert mtp("generate", "--bundle", str(bundle), *arguments).told()
 
 
-def test_a_bundle_that_is_not_there_is_three_lines(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert mtp(monkeypatch, "generate", "--task", "proofread", "hi") == 2
-    assert "mtp repro" in capfd.readouterr().err
+def test_a_bundle_that_is_not_there_is_three_lines(project: Path, mtp: Mtp) -> None:
+    assert "mtp repro" in mtp("generate", "--task", "proofread", "hi").told()[2]
 
 
 @pytest.mark.parametrize(
@@ -337,14 +374,17 @@ def write_lines(path: Path, *lines: str) -> str:
     return str(path)
 
 
-def test_own_texts_are_measured_and_reported(
-    bundle: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def evaluate(mtp: Mtp, project: Path, bundle: Path) -> Mtp:
+    """Runs `mtp evaluate` on the tiny bundle, one thread; later options win."""
+    return partial(mtp, *("evaluate", "--task", "proofread", "--bundle", str(bundle), "--threads", "1"))
+
+
+def test_own_texts_are_measured_and_reported(evaluate: Mtp, project: Path) -> None:
     lines = ['{"text": "i has went"}', "", json.dumps({"text": "word " * 200}), '{"text": "a red hat", "id": 7}']
     file = write_lines(project / "mine.jsonl", *lines, '{"text": "never reached"}')
-    options = ["--prompts", file, "--task", "proofread", "--bundle", str(bundle), "--threads", "1", "--limit", "2"]
-    assert mtp(monkeypatch, "evaluate", *options) == 0
-    shown = capfd.readouterr().out
+    done = evaluate("--prompts", file, "--limit", "2")
+    assert done.code == 0
     for wanted in (
         "exact match",
         "100.0%",
@@ -353,7 +393,7 @@ def test_own_texts_are_measured_and_reported(
         "no slot: id",
         "prompts of 0-63",
     ):
-        assert wanted in shown
+        assert wanted in done.out
     document = json.loads((REPORTS / "own_texts/proofread-mine.json").read_text())
     (row,) = document["tasks"]
     assert (row["task"], row["prompts"], row["exact_match"]) == ("proofread", 2, 1.0)
@@ -364,17 +404,16 @@ def test_own_texts_are_measured_and_reported(
 
 
 def test_the_test_split_stands_beside_own_texts_only_for_the_same_bundle(
-    bundle: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    evaluate: Mtp, bundle: Path, project: Path
 ) -> None:
     from components.core.manifest import bundle_hash
 
     file = write_lines(project / "mine.jsonl", '{"text": "i has went"}')
-    options = ["--prompts", file, "--task", "proofread", "--bundle", str(bundle), "--output", str(project / "o/r.json")]
     for digest, beside in ((bundle_hash(bundle), True), ("0" * 64, False)):
         write_documents(REPORTS, {"verification": good_documents(digest)["verification"]})
-        assert mtp(monkeypatch, "evaluate", *options) == 0
-        shown = capfd.readouterr().out
-        assert ("test split" in shown) is beside
+        done = evaluate("--prompts", file, "--output", str(project / "o/r.json"))
+        assert done.code == 0
+        assert ("test split" in done.out) is beside
         assert (project / "o/r.json").is_file()
         assert not (REPORTS / "own_texts").exists()
 
@@ -392,50 +431,32 @@ def test_the_test_split_stands_beside_own_texts_only_for_the_same_bundle(
     ],
 )
 def test_texts_that_cannot_be_used_are_three_lines(
-    lines: tuple[str, ...],
-    told: str,
-    bundle: Path,
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    lines: tuple[str, ...], told: str, evaluate: Mtp, project: Path
 ) -> None:
-    file = write_lines(project / "mine.jsonl", *lines)
-    assert mtp(monkeypatch, "evaluate", "--prompts", file, "--task", "proofread", "--bundle", str(bundle)) == 2
-    error = capfd.readouterr().err.splitlines()
-    assert [line[:7] for line in error] == ["error: ", " seen: ", " next: "]
-    assert told in error[0]
+    assert told in evaluate("--prompts", write_lines(project / "mine.jsonl", *lines)).told()[0]
     assert not (REPORTS / "own_texts/proofread-mine.json").exists()
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"--prompts": "gone.jsonl"}, "gone.jsonl is missing"),
-        ({"--prompts": "."}, ". is a folder"),
-        ({"--task": "poetry"}, "no task 'poetry'"),
-        ({"--bundle": "gone"}, "gone"),
-        ({"--output": "."}, "cannot write"),
-        ({"--output": "mine.jsonl/x.json"}, "cannot write"),
+        (("--prompts", "gone.jsonl"), "gone.jsonl is missing"),
+        (("--prompts", "."), ". is a folder"),
+        (("--task", "poetry"), "no task 'poetry'"),
+        (("--bundle", "gone"), "gone"),
+        (("--output", "."), "cannot write"),
+        (("--output", "mine.jsonl/x.json"), "cannot write"),
     ],
 )
 def test_what_cannot_be_evaluated_is_three_lines(
-    changed: dict[str, str],
-    told: str,
-    bundle: Path,
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    changed: tuple[str, str], told: str, evaluate: Mtp, project: Path
 ) -> None:
     file = write_lines(project / "mine.jsonl", '{"text": "i has went"}')
-    options = {"--prompts": file, "--task": "proofread", "--bundle": str(bundle), **changed}
-    assert mtp(monkeypatch, "evaluate", *(part for option in options.items() for part in option)) == 2
-    error = capfd.readouterr().err.splitlines()
-    assert [line[:7] for line in error] == ["error: ", " seen: ", " next: "]
-    assert told in error[0]
+    assert told in evaluate("--prompts", file, *changed).told()[0]
 
 
 def test_an_answer_that_is_not_exact_ends_with_one(
-    bundle: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    evaluate: Mtp, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from components.onnx.runtime import OrtBackbone
 
@@ -447,8 +468,9 @@ def test_an_answer_that_is_not_exact_ends_with_one(
 
     monkeypatch.setattr(OrtBackbone, "verify", lie)
     file = write_lines(project / "mine.jsonl", '{"text": "i has went"}')
-    assert mtp(monkeypatch, "evaluate", "--prompts", file, "--task", "proofread", "--bundle", str(bundle)) == 1
-    assert "differs from plain decoding" in capfd.readouterr().out
+    done = evaluate("--prompts", file)
+    assert done.code == 1
+    assert "differs from plain decoding" in done.out
 
 
 # --- ui -----------------------------------------------------------------------------------------------------------

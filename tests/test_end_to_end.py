@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import yaml
 
+from components.core.params import load_params
+from components.release.tracking import open_client
 from conftest import write_tiny_backbone
 from helpers_readme import Way, commands_tested
 from helpers_repository import tracked_files
@@ -183,6 +185,12 @@ def reproduced(project: Path) -> str:
     return run(project, "mtp", "repro")
 
 
+@pytest.fixture(scope="module")
+def readme_outputs(project: Path, reproduced: str) -> dict[str, str]:
+    """Output of each of the README's commands, run in its order: `mtp run`, which releases, then `mtp release`, ..."""
+    return {" ".join(command): run(project, *command) for command in commands_tested(Way.END_TO_END)}
+
+
 def evidence(project: Path, name: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((project / "models/reports" / name).read_text(encoding="utf-8"))
     return document
@@ -234,23 +242,19 @@ def test_a_wrong_key_stops_everything_in_three_lines(project: Path, reproduced: 
     assert "train.epoch" in output
 
 
-def test_the_readme_commands_work(project: Path, reproduced: str) -> None:
-    commands = commands_tested(Way.END_TO_END)
-    assert commands
-    outputs = {" ".join(command): run(project, *command) for command in commands}
-    generated = [output for command, output in outputs.items() if command.startswith("mtp generate")]
+def test_the_readme_commands_work(readme_outputs: dict[str, str]) -> None:
+    assert readme_outputs
+    generated = [output for command, output in readme_outputs.items() if command.startswith("mtp generate")]
     assert all("tokens/s" in output for output in generated)
 
 
-def test_release_twice_registers_once(project: Path, reproduced: str) -> None:
-    run(project, "mtp", "release")
-    run(project, "mtp", "release")
-    script = (
-        "from components.core.params import load_params\n"
-        "from components.release.tracking import open_client\n"
-        "registry = load_params().registry\n"
-        "client = open_client(registry)\n"
-        "versions = client.search_model_versions(f\"name='{registry.model_name}'\")\n"
-        "print(len(versions), client.get_model_version_by_alias(registry.model_name, 'candidate').version)\n"
-    )
-    assert run(project, sys.executable, "-c", script).split()[-2:] == ["1", "1"]
+def test_release_twice_registers_once(project: Path, readme_outputs: dict[str, str]) -> None:
+    """`mtp run` ends with a release, so `mtp release` is the second."""
+    assert "version 1 (new)" in readme_outputs["mtp run"]
+    assert "candidate now points to it" in readme_outputs["mtp run"]
+    assert "version 1 (registered before)" in readme_outputs["mtp release"]
+    assert "candidate pointed to it already" in readme_outputs["mtp release"]
+    registry = load_params(project / "params.yaml").registry
+    client = open_client(registry.model_copy(update={"tracking_uri": f"sqlite:///{project / '.mlflow/mlflow.db'}"}))
+    assert len(client.search_model_versions(f"name='{registry.model_name}'")) == 1
+    assert str(client.get_model_version_by_alias(registry.model_name, "candidate").version) == "1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -32,9 +33,18 @@ BUNDLE, REPORTS = Path("models/bundle"), Path("models/reports")
 BROKEN = 'printf "error: a broken stage\\n seen: x\\n next: y\\n" >&2; exit 2\n'
 
 
-def make_project(folder: Path, second: str) -> None:
+@pytest.fixture(scope="module")
+def empty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `dvc init` makes, made once."""
+    folder = tmp_path_factory.mktemp("dvc")
+    command = [sys.executable, "-m", "dvc", "init", "--no-scm", "--quiet"]
+    subprocess.run(command, cwd=folder, check=True, env={**os.environ, "DVC_NO_ANALYTICS": "1"})
+    return folder
+
+
+def make_project(folder: Path, second: str, empty_repository: Path) -> None:
     """A DVC project of three stages; ``second`` is the script of the middle one."""
-    folder.mkdir()
+    shutil.copytree(empty_repository, folder)
     stages = {
         "first": {"cmd": "echo 1 > a", "outs": ["a"]},
         "second": {"cmd": "bash second.sh", "deps": ["a", "second.sh"], "outs": ["b"]},
@@ -43,14 +53,12 @@ def make_project(folder: Path, second: str) -> None:
     (folder / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}, sort_keys=False))
     (folder / "second.sh").write_text(second)
     (folder / "params.yaml").write_text((ROOT / "params.yaml").read_text())
-    command = [sys.executable, "-m", "dvc", "init", "--no-scm", "--quiet"]
-    subprocess.run(command, cwd=folder, check=True, env={**os.environ, "DVC_NO_ANALYTICS": "1"})
 
 
 @pytest.fixture
-def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def broken(tmp_path: Path, empty_repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project whose second stage fails with three lines."""
-    make_project(tmp_path / "project", BROKEN)
+    make_project(tmp_path / "project", BROKEN, empty_repository)
     monkeypatch.chdir(tmp_path / "project")
     return tmp_path / "project"
 
@@ -322,13 +330,14 @@ def states(project: Path) -> list[tuple[str, str]]:
         return list(database.execute(query))
 
 
+@pytest.mark.timeout(900)  # five flows and a server: a minute, or many on a busy machine
 def test_the_whole_story_with_prefect_from_an_empty_home(
-    tmp_path: Path, tiny_backbone_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, empty_repository: Path, tiny_backbone_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from components.modeling.backbone import load_backbone
 
     project, home = tmp_path / "project", tmp_path / "home"
-    make_project(project, "echo 2 > b\n")
+    make_project(project, "echo 2 > b\n", empty_repository)
     home.mkdir()
     monkeypatch.chdir(project)
     backbone = load_backbone(tiny_backbone_dir)

@@ -215,6 +215,7 @@ def test_the_same_bytes_make_one_version_and_the_second_time_changes_nothing(pro
     assert not set_candidate(REGISTRY, second, decision)
     assert versions() == [1]
     assert sha256_folder(project / ".mlflow/artifacts") == files
+    assert not list((project / ".work").iterdir()), "scratch folders are gone"
 
 
 def test_a_version_tells_where_it_comes_from_and_keeps_its_evidence(project: Path) -> None:
@@ -316,6 +317,21 @@ def test_no_candidate_gives_three_lines(project: Path) -> None:
         load_candidate(REGISTRY)
 
 
+def test_loading_where_no_store_is_makes_none(empty_project: Path) -> None:
+    with pytest.raises(UserError, match="no MLflow store"):
+        load_candidate(REGISTRY)
+    assert not list(empty_project.iterdir())
+
+
+def test_a_candidate_whose_files_are_gone_gives_three_lines(project: Path) -> None:
+    write_fake_bundle(BUNDLE)
+    decision = decision_about()
+    set_candidate(REGISTRY, publish_now(decision), decision)
+    shutil.rmtree(project / ".mlflow/artifacts")
+    with pytest.raises(UserError, match=f"no .*{decision.bundle_sha256}/MLmodel"):
+        load_candidate(REGISTRY)
+
+
 def test_an_answer_of_the_model_begins_with_what_it_was_given(tiny_backbone_dir: Path, tmp_path: Path) -> None:
     import pandas as pd
 
@@ -338,16 +354,22 @@ def test_an_answer_of_the_model_begins_with_what_it_was_given(tiny_backbone_dir:
 
 
 ASK = (
-    "import json, sys, mlflow, pandas as pd\n"
+    "import json, os, sys, mlflow, pandas as pd\n"
     "model = mlflow.pyfunc.load_model('models:/tiny-mtp@candidate')\n"
     "table = pd.DataFrame([{'task': 'proofread', 'text': 'i has went'},"
     " {'task': 'proofread', 'slots': '{\"text\": \"i has went\"}'}])\n"
+    "store = 'sqlite:///' + os.path.abspath('.mlflow/mlflow.db')\n"
     "rows = [model.predict(table, params={'draft': draft}).to_dict('records') for draft in (True, False)]\n"
-    "print(json.dumps({'rows': rows, 'from': sys.modules['components'].__file__}))\n"
+    "from components.core.config import Registry\n"
+    "from components.release.registry import load_candidate\n"
+    "os.chdir('..')\n"
+    "names = {'artifact_root': 'x', 'experiment': 'x', 'model_name': 'tiny-mtp'}\n"
+    "far = load_candidate(Registry(tracking_uri=store, **names)).predict(table).to_dict('records')\n"
+    "print(json.dumps({'rows': rows, 'far': far, 'from': sys.modules['components'].__file__}))\n"
 )
 
 
-def test_a_real_bundle_answers_by_alias_after_the_project_has_moved(
+def test_a_real_bundle_answers_by_alias_after_the_project_has_moved_and_from_another_folder(
     project: Path, tiny_backbone_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from components.modeling.backbone import load_backbone
@@ -368,6 +390,7 @@ def test_a_real_bundle_answers_by_alias_after_the_project_has_moved(
     assert Path(answer["from"]).is_relative_to(moved), "the model brings its own code"
     assert [row["text"] for row in drafted] == [row["text"] for row in plain]
     assert drafted[0] == drafted[1]
+    assert answer["far"] == drafted
     assert 0 < drafted[0]["tokens"] <= 12
     assert plain[0]["tokens_per_pass"] == 1.0
     assert plain[0]["given"] == ""

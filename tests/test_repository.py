@@ -164,6 +164,19 @@ def test_every_imported_package_is_a_declared_dependency() -> None:
     assert not wrong
 
 
+def test_temporary_files_lie_in_the_workspace() -> None:
+    """The system's own folder may be small, or memory, and is not where anybody looks for what a killed run left."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path in project_modules().values()
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.Call)
+        and re.search(r"\b(TemporaryDirectory|\w*TemporaryFile|mkdtemp|mkstemp|gettempdir)$", ast.unparse(node.func))
+        and "dir" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not wrong
+
+
 # --- how the code reads -------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """What machine this is, and how much of it we may use.
 
-Owns the thread count and the host card printed beside every figure. Standard library only: it also runs on devices.
+Owns the thread count and the host card printed beside every figure. Standard library only: it also runs on devices. Its
+surprising decision: a container's CPU quota counts as cores, because more threads than the quota are only put to sleep.
 """
 
 from __future__ import annotations
@@ -48,11 +49,48 @@ class HostCard:
 
 
 def allowed_cores() -> int:
-    """Cores this process may run on (affinity, not the number in the box)."""
+    """Cores' worth of time this process may use: affinity and container quota, not the number in the box."""
     try:
-        return max(1, len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
-        return max(1, os.cpu_count() or 1)
+        cores = os.cpu_count() or 1
+    return max(1, min(cores, quota_cores() or cores))
+
+
+def quota_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Whole cores that the CPU quotas of our control groups leave us, at least 1; None without a quota.
+
+    Args:
+        groups: the kernel's list of our groups, lines of NUMBER:CONTROLLERS:PATH (no controllers: version 2).
+        root: where the groups are mounted; in a container that may be our own group, whatever PATH says.
+    """
+    try:
+        lines = [line.split(":", 2) for line in groups.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return None
+    quotas = []
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        names = controllers.split(",")
+        mounts = [""] if controllers == "" else ["cpu", "cpu,cpuacct"] if "cpu" in names else []
+        for folder in (root / mount for mount in mounts):
+            group = folder / path.strip("/")
+            quotas += [_group_quota(place) for place in (group, *group.parents) if place.is_relative_to(folder)]
+    shares = [quota for quota in quotas if quota is not None]
+    return max(1, int(min(shares))) if shares else None
+
+
+def _group_quota(group: Path) -> float | None:
+    """Cores of one control group by its own files, version 2 then 1; None where it has no quota."""
+    try:
+        if (group / "cpu.max").is_file():
+            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = ((group / name).read_text(encoding="ascii") for name in names)
+        cores = int(quota) / int(period)  # "max" is no number
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+    return cores if cores > 0 else None  # version 1 writes -1 for no quota
 
 
 def resolve_threads(requested: int) -> int:

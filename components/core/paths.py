@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from components.core.errors import UserError
+
 RAW = Path("data/raw")
 RAW_CHAT = RAW / "chat.json"
 RAW_MISSPELLINGS = RAW / "misspellings.txt"
@@ -33,3 +35,16 @@ GATE_REPORT = REPORTS / "gate.json"
 OWN_TEXTS = REPORTS / "own_texts"  # what people evaluate by hand; no stage reads or writes it
 
 WORK = Path(".work")  # half-finished work that a killed stage picks up again; never a DVC output
+
+
+def check_project(folder: Path = Path()) -> None:
+    """Check that ``folder`` is a project's root, before anything in it is missed.
+
+    Raises:
+        UserError: it holds no params.yaml.
+    """
+    if (folder / "params.yaml").is_file():
+        return
+    lost = (folder / "dvc.yaml").is_file()
+    remedy = "`git checkout params.yaml`" if lost else "cd to the project's folder, then type the same command again"
+    raise UserError("this is no project folder", f"no params.yaml in {folder.resolve()}", remedy)

@@ -72,7 +72,8 @@ def import_backbone(package: Package, folder: Path) -> None:
     Raises:
         UserError: the source cannot be had, or holds no causal language model.
     """
-    with tempfile.TemporaryDirectory() as scratch:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", suffix=".tmp", dir=folder.parent) as scratch:
         model, tokenizer = _load_source(package, Path(scratch))
         plain = _rebuild_plain(model)
     eos_ids = _eos_ids(plain, tokenizer)

@@ -2,8 +2,9 @@
 
 Owns the reconciliation of one bundle with the registry, keyed by the bundle's hash: run twice, it changes nothing. It
 refuses to move `candidate` without a passed decision about exactly these bytes. Its surprising decision: in a SQLite
-store a version's source is a path *relative* to the project, because MLflow stores run artifacts under absolute paths,
-which break when the project is moved.
+store a version's source is a path *relative* to the project, because an absolute one breaks when the project is moved.
+MLflow takes it from the working folder, so its own `models:/` opens in the project only; `load_candidate` opens it
+wherever one is. (An absolute `artifact_root` is the other choice: MLflow opens it anywhere, and it cannot be moved.)
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from components.core.config import Registry
 from components.core.errors import UserError
 from components.core.files import atomic_folder, sha256_folder
 from components.core.manifest import bundle_hash, check_files, read_manifest
+from components.core.paths import WORK
 from components.release.gates import Decision
 from components.release.tracking import (
     database_path,
@@ -160,14 +162,22 @@ def _upload(client: MlflowClient, registry: Registry, bundle: Path, digest: str,
     runs = client.search_runs([experiment], f"tags.{HASH_TAG} = '{digest}' and tags.kind = 'release'")
     tags = {HASH_TAG: digest, "kind": "release"}
     run = runs[0] if runs else client.create_run(experiment, run_name=f"release {digest[:12]}", tags=tags)
-    with tempfile.TemporaryDirectory() as scratch:
-        model = Path(scratch) / "model"
+    with _scratch() as scratch:
+        model = scratch / "model"
         if run.info.status != "FINISHED":  # finished means that all files have arrived
             _save_model(bundle, model)
         _replace_evidence(model / "evidence", evidence)
         client.log_artifacts(run.info.run_id, str(model), "model")
     client.set_terminated(run.info.run_id)
     return Source(f"{run.info.artifact_uri}/model", run.info.run_id)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder that is gone afterwards; in the workspace, because /tmp may be small or memory."""
+    WORK.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WORK) as folder:
+        yield Path(folder)
 
 
 def _save_model(bundle: Path, folder: Path) -> None:
@@ -177,12 +187,12 @@ def _save_model(bundle: Path, folder: Path) -> None:
 
 
 def _replace_evidence(folder: Path, files: dict[Path, Path]) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
+    with _scratch() as scratch:
         for name, path in files.items():
-            copy = Path(scratch) / name
+            copy = scratch / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-        if folder.is_dir() and sha256_folder(folder) == sha256_folder(Path(scratch)):
+        if folder.is_dir() and sha256_folder(folder) == sha256_folder(scratch):
             return
         with atomic_folder(folder) as temporary:
             shutil.copytree(scratch, temporary, dirs_exist_ok=True)
@@ -248,15 +258,34 @@ def _addressed(address: str) -> Iterator[None]:
 def load_candidate(registry: Registry, alias: str = CANDIDATE) -> Any:
     """Load the model that an alias points to; returns MLflow's PyFuncModel.
 
+    Any working folder will do when ``registry.tracking_uri`` is absolute, as in sqlite:////project/.mlflow/mlflow.db.
+
     Raises:
-        UserError: no version has that alias, or its files are gone.
+        UserError: there is no such store, no version has that alias, or its files are gone.
     """
-    open_client(registry)
     uri = f"models:/{registry.model_name}@{alias}"
+    database = database_path(registry)
+    if database is not None and not database.is_file():  # opening it would make an empty one
+        remedy = "cd to the project's folder, or write the store's absolute address"
+        raise UserError(f"{uri} cannot be loaded", f"no MLflow store {database.resolve()}", remedy)
+    client = open_client(registry)
     try:
+        version = client.get_model_version_by_alias(registry.model_name, alias)
         with _addressed(resolve_tracking_uri(registry)):
-            return mlflow.pyfunc.load_model(uri)
+            return mlflow.pyfunc.load_model(uri if database is None else str(_found(database, str(version.source))))
     except (MlflowException, FileNotFoundError) as error:
         raise UserError(
             f"{uri} cannot be loaded", str(error)[:200], "run `mtp release` in the project folder"
         ) from None
+
+
+def _found(database: Path, source: str) -> Path:
+    """The folder of a version's files: ``source`` counts from the project, which holds the store or is where we are.
+
+    Raises:
+        FileNotFoundError: it is in neither place.
+    """
+    for folder in (*database.resolve().parents, Path.cwd()):
+        if (folder / source / "MLmodel").is_file():
+            return folder / source
+    raise FileNotFoundError(f"no {source}/MLmodel above {database.resolve()} or in {Path.cwd()}")
