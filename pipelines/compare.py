@@ -70,9 +70,10 @@ def work_folder(params: Any) -> Path:
     return WORK / f"compare-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def cost_of_head(epochs: int) -> dict[str, Any]:
-    """What the head's own training reports, in the baselines' words."""
+def cost_of_head() -> dict[str, Any]:
+    """What the head's own training reports, in the baselines' words; it may have stopped before its last epoch."""
     report = read_json(TRAINING_REPORT, "run `mtp repro train`")
+    epochs = len(report["validation"])
     seen = epochs * report["supervised_positions"][0]
     return {"epochs": epochs, "steps": report["steps"], "supervised_answer_tokens": seen}
 
@@ -95,7 +96,7 @@ def compare(params: Any, evaluator: LiveEvaluator, prompts: list[Prompt], folder
     torch.set_num_threads(resolve_threads(params.runtime.threads))
     head = MTPHead.from_pretrained(HEAD)
     roster = Roster(evaluator, head, training_sequences(), params.train, settings, folder)
-    contenders = roster.contenders(cost_of_head(params.train.epochs), params.benchmark.lookup_ngram)
+    contenders = roster.contenders(cost_of_head(), params.benchmark.lookup_ngram)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]  # one thread of our own and the trainer's last minute; far above, times mean nothing
     progress = Progress("compare", len(prompts), "prompts")

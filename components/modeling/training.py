@@ -1,9 +1,9 @@
 """Training of the MTP head: K unrolled steps with shared weights on distilled answers; the backbone never changes.
 
-Owns the loss (weighted cross-entropy per depth, FastMTP arXiv 2509.18362), the schedule and the loop with its
-checkpoints. It refuses to run without a supervised position, skips and counts batches that have none or whose loss is
-not finite, and saves no NaN. Its surprising decision: the head starts from random weights. Starting its layers as
-copies of the backbone layers they read, or its norm as the backbone's, learned more slowly (docs/recipe-log.md).
+Owns the loop with its checkpoints, and the choice of the epoch that is kept: the one that drafts best in live decoding.
+It refuses to run without a supervised position, skips and counts batches that have none or whose loss is not finite,
+and saves no NaN. Its surprising decision: the head starts from random weights. Starting its layers as copies of the
+backbone layers they read, or its norm as the backbone's, learned more slowly (docs/recipe-log.md).
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from components.core.config import Head, Train
 from components.core.errors import UserError
@@ -32,39 +30,40 @@ from components.modeling.batches import (
 )
 from components.modeling.checkpoint import load_checkpoint, save_checkpoint
 from components.modeling.features import Sequence as CapturedSequence
-from components.modeling.head import HeadConfig, MTPHead, rotary_angles
+from components.modeling.head import HeadConfig, MTPHead
+from components.modeling.losses import StepResult, draft_step_losses, step_figures
+from components.modeling.schedule import best_epoch, learning_rate_factor, out_of_patience
 
 CHECKPOINT_EVERY_STEPS = 50
 LOG_EVERY_STEPS = 10
+JUDGE = "extra_tokens_per_pass"  # the live figure that epochs are compared by
 
 Log = Callable[[int, dict[str, float]], None]
 Validate = Callable[[MTPHead], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """One forward pass over a batch.
+class TrainingResult:
+    """What a finished run reports.
 
     Attributes:
-        loss: weighted sum over depths of the mean cross-entropy, scalar.
-        losses: mean cross-entropy at each depth, [K].
-        teacher_forced_accuracy: share of supervised positions drafted right at each depth, given true inputs, [K].
+        steps: optimizer steps done; fewer than planned when the run stopped early.
+        supervised_positions: at each depth, in one epoch.
+        out_of_vocabulary_positions: answer tokens that the draft vocabulary lacks, in one epoch.
+        skipped_batches: steps that changed nothing.
+        validation: live figures of each epoch.
+        best_epoch: number, from 1, of the epoch whose weights the head has.
+        stopped_early: whether patience ended the run before its last epoch.
+        last_batch_losses: mean cross-entropy at each depth.
     """
-
-    loss: Tensor
-    losses: Tensor
-    teacher_forced_accuracy: Tensor
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """What a finished run reports."""
 
     steps: int
     supervised_positions: list[int]
     out_of_vocabulary_positions: int
     skipped_batches: int
     validation: list[dict[str, float]]
+    best_epoch: int
+    stopped_early: bool
     last_batch_losses: list[float]
 
 
@@ -99,63 +98,6 @@ def new_head(shape: Head, backbone: Backbone, sequences: Sequence[CapturedSequen
     )
 
 
-def mixed_targets(targets: Tensor, teacher: Tensor, soft_target_weight: float) -> Tensor:
-    """What the head is to draft: the backbone's choice, mixed with its distribution; [positions, draft], rows sum to 1.
-
-    Knowledge distillation (Hinton et al. 2015, arXiv 1503.02531), with the teacher cut to the draft vocabulary.
-
-    Args:
-        targets: draft ids, [positions] int64.
-        teacher: the backbone's distribution at the same positions, [positions, draft].
-        soft_target_weight: share of the distribution, 0..1.
-    """
-    mixed = teacher * soft_target_weight
-    return mixed.scatter_add_(1, targets[:, None], torch.full_like(mixed[:, :1], 1.0 - soft_target_weight))
-
-
-def draft_step_losses(
-    head: MTPHead,
-    batch: TrainingBatch,
-    embed: Callable[[Tensor], Tensor],
-    draft_rows: Tensor,
-    step_weights: Sequence[float],
-    soft_target_weight: float,
-) -> StepResult:
-    """Unroll the head over a batch.
-
-    Args:
-        head: the drafter.
-        batch: see :class:`TrainingBatch`.
-        embed: token ids -> embeddings as the backbone feeds them.
-        draft_rows: output rows of the draft vocabulary, [draft, hidden_size].
-        step_weights: one weight per depth.
-        soft_target_weight: see :func:`mixed_targets`.
-    """
-    cos, sin = rotary_angles(batch.positions, head.config.head_dim, head.config.rope_theta)
-    anchors, state, losses, right = batch.positions.shape[1], batch.hidden, [], []
-    with torch.no_grad():  # one state teaches up to K anchors: its distribution is computed once
-        teacher = (batch.states @ draft_rows.T).softmax(dim=-1)
-    for step in range(len(step_weights)):
-        state = head(embed(batch.inputs[..., step]), state, batch.keys_values, batch.mask, cos, sin)
-        targets = batch.targets[..., step]
-        chosen = targets != UNSUPERVISED
-        logits = state[chosen] @ draft_rows.T
-        count = max(int(chosen.sum()), 1)
-        wanted = mixed_targets(targets[chosen], teacher[:, step + 1 :][:, :anchors][chosen], soft_target_weight)
-        losses.append(F.cross_entropy(logits, wanted, reduction="sum") / count)
-        right.append((logits.detach().argmax(dim=-1) == targets[chosen]).sum() / count)
-    per_depth = torch.stack(losses)
-    return StepResult((per_depth * torch.tensor(step_weights)).sum(), per_depth.detach(), torch.stack(right))
-
-
-def learning_rate_factor(step: int, total: int, warmup: int) -> float:
-    """Linear warm-up, then half a cosine down to a tenth."""
-    if step < warmup:
-        return (step + 1) / warmup
-    share = (step - warmup) / max(1, total - warmup)
-    return 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * min(1.0, share)))
-
-
 class Trainer:
     """One training run, resumable at any moment.
 
@@ -187,10 +129,10 @@ class Trainer:
         self.progressed = load_checkpoint(folder, head, self.optimizer)
 
     def run(self, validate: Validate, log: Log) -> TrainingResult:
-        """Train to the end, from wherever the last checkpoint stands.
+        """Train to the end, from wherever the last checkpoint stands; the head then has its best epoch's weights.
 
         Args:
-            validate: decodes live with the head; called after each epoch.
+            validate: decodes live with the head; called after each epoch, its :data:`JUDGE` says which one is kept.
             log: takes (step, figures).
 
         Raises:
@@ -204,23 +146,37 @@ class Trainer:
         progress = Progress("train", self.total_steps, "steps")
         progress.resume_at(self.progressed.step)
         self.head.train()
-        while self.progressed.step < self.total_steps:
+        while self.progressed.step < self.total_steps and not self._stopped():
             self._one_step(log, progress)
             # A checkpoint at the end of an epoch always holds that epoch's validation.
             if self.progressed.step % self.steps_per_epoch == 0:
                 self._end_of_epoch(validate, log)
             elif self.progressed.step % CHECKPOINT_EVERY_STEPS == 0:
                 self._save()
-        if figures["skipped_batches"] >= self.total_steps:
+        if figures["skipped_batches"] >= self.progressed.step:
             raise UserError("training learned nothing", "every batch was skipped", "lower train.learning_rate")
+        self.head.load_state_dict(self.progressed.best)
+        return self._result()
+
+    def _result(self) -> TrainingResult:
+        step, figures = self.progressed.step, self.progressed.figures
         return TrainingResult(
-            steps=self.total_steps,
+            steps=step,
             supervised_positions=figures["supervised_positions"],
             out_of_vocabulary_positions=figures["out_of_vocabulary_positions"],
             skipped_batches=figures["skipped_batches"],
             validation=figures["validation"],
+            best_epoch=best_epoch(self._acceptance()),
+            stopped_early=step < self.total_steps,
             last_batch_losses=figures.get("losses", []),
         )
+
+    def _acceptance(self) -> list[float]:
+        return [epoch[JUDGE] for epoch in self.progressed.figures["validation"]]
+
+    def _stopped(self) -> bool:
+        """A function of what a checkpoint holds, so that a run killed after its last epoch knows that it is over."""
+        return out_of_patience(self._acceptance(), self.settings.patience)
 
     def _one_step(self, log: Log, progress: Progress) -> None:
         step, settings, figures = self.progressed.step, self.settings, self.progressed.figures
@@ -264,6 +220,8 @@ class Trainer:
         figures = validate(self.head)
         self.head.train()
         self.progressed.figures["validation"].append(figures)
+        if best_epoch(self._acceptance()) == len(self._acceptance()):
+            self.progressed.best = {name: tensor.clone() for name, tensor in self.head.state_dict().items()}
         log(self.progressed.step, {f"validation/{name}": value for name, value in figures.items()})
         self._save()
 
@@ -284,14 +242,3 @@ class Trainer:
                 "nothing to train on", "no answer token is supervised", "check data/distilled/answers.parquet"
             )
         return per_depth, outside
-
-
-def step_figures(result: StepResult, learning_rate: float) -> dict[str, float]:
-    """Curves per depth, under names that say what they are."""
-    figures = {"train/loss": float(result.loss.detach()), "train/learning_rate": learning_rate}
-    for depth, (loss, accuracy) in enumerate(
-        zip(result.losses.tolist(), result.teacher_forced_accuracy.tolist(), strict=True), start=1
-    ):
-        figures[f"train/loss_depth_{depth}"] = loss
-        figures[f"train/teacher_forced_accuracy_depth_{depth}"] = accuracy
-    return figures

@@ -86,6 +86,8 @@ def training_report(
         "supervised_positions": result.supervised_positions,
         "out_of_vocabulary_positions": result.out_of_vocabulary_positions,
         "steps": result.steps,
+        "best_epoch": result.best_epoch,
+        "stopped_early": result.stopped_early,
         "skipped_batches": result.skipped_batches,
         "last_batch_losses": result.last_batch_losses,
         "validation": result.validation,
@@ -127,7 +129,8 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     print(
         f"train: {report['trained_tokens']} supervised tokens ({report['trained_share']:.0%} of all), "
-        f"{result.steps} steps"
+        f"{result.steps} steps, epoch {result.best_epoch} of {len(result.validation)} kept"
+        f"{', stopped early' if result.stopped_early else ''}"
     )
 
 
