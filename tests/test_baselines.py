@@ -91,6 +91,7 @@ TRAIN = Train(
     clip_norm=1.0,
     validate_prompts_per_task=1,
     patience=60,
+    processes=1,
 )
 
 

@@ -26,6 +26,7 @@ from components.modeling.features import Sequence as Captured
 from components.modeling.head import MTPHead
 from components.modeling.losses import draft_step_losses
 from components.modeling.packed import ATTENTION
+from components.modeling.parallel_training import World
 from components.modeling.schedule import best_epoch, learning_rate_factor, out_of_patience
 from components.modeling.session import TorchBackbone, TorchHead
 from components.modeling.training import JUDGE, Trainer, TrainingResult, Validate, new_head
@@ -121,6 +122,13 @@ def test_states_of_the_prompt_are_not_read(sequences: list[Captured]) -> None:
         assert torch.equal(one.hidden[row, :count], sequence.hidden[len(sequence.prompt) - 1 :][:count])
 
 
+def cut(sequence: Captured, tokens: int) -> Captured:
+    """The same sequence with so many answer tokens."""
+    rows = len(sequence.prompt) + tokens - 1
+    kept = {"hidden": sequence.hidden[:rows], "keys_values": sequence.keys_values[..., :rows, :]}
+    return replace(sequence, answer=sequence.answer[:tokens], **kept)
+
+
 def test_padding_adds_nothing_to_any_depth(backbone: Backbone, sequences: list[Captured]) -> None:
     head = new_head(SHAPE, backbone, sequences, seed=0)
     vocabulary = make_vocabulary(head.config.draft_to_target, backbone.card.vocab_size)
@@ -128,11 +136,14 @@ def test_padding_adds_nothing_to_any_depth(backbone: Backbone, sequences: list[C
 
     def total(chosen: list[Captured]) -> torch.Tensor:
         batch = collate(chosen, 3, vocabulary)
-        result = draft_step_losses(head, batch, backbone.embed, rows, [1.0, 1.0, 1.0], 0.5)
+        counts = batch.supervised().tolist()
+        result = draft_step_losses(head, batch, backbone.embed, rows, [1.0, 1.0, 1.0], 0.5, counts)
         return result.losses * batch.supervised()
 
-    together = total(sequences[:6])
-    alone = torch.stack([total([sequence]) for sequence in sequences[:6]]).sum(dim=0)
+    # Of one, two and three tokens: at the deeper steps none of their anchors is left.
+    short = [cut(sequence, tokens) for sequence, tokens in zip(sequences[6:], (1, 2, 3), strict=False)]
+    together = total([*sequences[:6], *short])
+    alone = torch.stack([total([sequence]) for sequence in [*sequences[:6], *short]]).sum(dim=0)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
@@ -175,6 +186,7 @@ SETTINGS = Train(
     clip_norm=1.0,
     validate_prompts_per_task=1,
     patience=60,
+    processes=1,
 )
 
 
@@ -187,7 +199,7 @@ def train(
 ) -> tuple[MTPHead, TrainingResult]:
     settings = SETTINGS.model_copy(update=changes)
     head = new_head(SHAPE, backbone, sequences, settings.seed)
-    return head, Trainer(head, backbone, sequences, settings, folder).run(validate, lambda step, figures: None)
+    return head, Trainer(head, backbone, sequences, settings, folder, World()).run(validate, lambda step, figures: None)
 
 
 def test_an_overfitted_head_drafts_its_training_text_live(
@@ -311,18 +323,7 @@ def test_batches_without_supervision_or_with_nan_are_skipped_and_counted(
     assert result.skipped_batches == 8
     with pytest.raises(UserError, match="learned nothing"):
         train(backbone, poisoned, tmp_path / "b", epochs=1)
-    single = [
-        Captured(
-            "x",
-            s.prompt,
-            s.answer[:1],
-            "eos",
-            "",
-            s.hidden[: len(s.prompt)],
-            s.keys_values[..., : len(s.prompt), :],
-        )
-        for s in sequences[:2]
-    ]
+    single = [cut(sequence, 1) for sequence in sequences[:2]]
     with pytest.raises(UserError, match="nothing to train on"):
         train(backbone, single, tmp_path / "c", epochs=1)
 

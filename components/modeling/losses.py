@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 from components.modeling.batches import UNSUPERVISED, TrainingBatch
 from components.modeling.head import MTPHead, rotary_angles
+from components.modeling.parallel_training import World
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One forward pass over a batch.
+    """One forward pass over a batch, or over one process's part of it: those of all processes add up to the batch's.
 
     Attributes:
         loss: weighted sum over depths of the mean cross-entropy, scalar.
@@ -30,6 +31,18 @@ class StepResult:
     loss: Tensor
     losses: Tensor
     teacher_forced_accuracy: Tensor
+
+    @classmethod
+    def of_nothing(cls, depths: int) -> StepResult:
+        """What a process without a sequence adds."""
+        return cls(torch.zeros(()), torch.zeros(depths), torch.zeros(depths))
+
+    def of_all(self, world: World) -> StepResult:
+        """The whole batch's figures, without a graph."""
+        depths = len(self.losses)
+        parts = torch.cat((self.loss.detach()[None], self.losses, self.teacher_forced_accuracy))
+        loss, losses, accuracy = world.add_up(parts).split([1, depths, depths])
+        return StepResult(loss[0], losses, accuracy)
 
 
 def mixed_targets(targets: Tensor, teacher: Tensor, soft_target_weight: float) -> Tensor:
@@ -53,8 +66,9 @@ def draft_step_losses(
     draft_rows: Tensor,
     step_weights: Sequence[float],
     soft_target_weight: float,
+    counts: Sequence[int],
 ) -> StepResult:
-    """Unroll the head over a batch.
+    """Unroll the head over a batch, or over a part of it.
 
     Args:
         head: the drafter.
@@ -63,17 +77,18 @@ def draft_step_losses(
         draft_rows: output rows of the draft vocabulary, [draft, hidden_size].
         step_weights: one weight per depth.
         soft_target_weight: see :func:`mixed_targets`.
+        counts: supervised positions of the whole batch at each depth: what its sums are divided by.
     """
     cos, sin = rotary_angles(batch.positions, head.config.head_dim, head.config.rope_theta)
     anchors, state, losses, right = batch.positions.shape[1], batch.hidden, [], []
     with torch.no_grad():  # one state teaches up to K anchors: its distribution is computed once
         teacher = (batch.states @ draft_rows.T).softmax(dim=-1)
-    for step in range(len(step_weights)):
+    for step, supervised in enumerate(counts):
         state = head(embed(batch.inputs[..., step]), state, batch.keys_values, batch.mask, cos, sin)
         targets = batch.targets[..., step]
         chosen = targets != UNSUPERVISED
         logits = state[chosen] @ draft_rows.T
-        count = max(int(chosen.sum()), 1)
+        count = max(supervised, 1)
         wanted = mixed_targets(targets[chosen], teacher[:, step + 1 :][:, :anchors][chosen], soft_target_weight)
         losses.append(F.cross_entropy(logits, wanted, reduction="sum") / count)
         right.append((logits.detach().argmax(dim=-1) == targets[chosen]).sum() / count)
@@ -82,8 +97,8 @@ def draft_step_losses(
 
 
 def step_figures(result: StepResult, learning_rate: float) -> dict[str, float]:
-    """Curves per depth, under names that say what they are."""
-    figures = {"train/loss": float(result.loss.detach()), "train/learning_rate": learning_rate}
+    """Curves per depth, under names that say what they are; ``result`` is the whole batch's."""
+    figures = {"train/loss": float(result.loss), "train/learning_rate": learning_rate}
     for depth, (loss, accuracy) in enumerate(
         zip(result.losses.tolist(), result.teacher_forced_accuracy.tolist(), strict=True), start=1
     ):

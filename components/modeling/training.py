@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from components.core.config import Head, Train
 from components.core.errors import UserError
@@ -22,7 +23,6 @@ from components.modeling.backbone import Backbone
 from components.modeling.batches import (
     UNSUPERVISED,
     DraftVocabulary,
-    TrainingBatch,
     batch_order,
     choose_draft_vocabulary,
     collate,
@@ -32,6 +32,7 @@ from components.modeling.checkpoint import load_checkpoint, save_checkpoint
 from components.modeling.features import Sequence as CapturedSequence
 from components.modeling.head import HeadConfig, MTPHead
 from components.modeling.losses import StepResult, draft_step_losses, step_figures
+from components.modeling.parallel_training import World
 from components.modeling.schedule import best_epoch, learning_rate_factor, out_of_patience
 
 CHECKPOINT_EVERY_STEPS = 50
@@ -107,18 +108,20 @@ class Trainer:
         sequences: supervised sequences, loops already left out.
         settings: the `train` section.
         folder: where checkpoints are kept; its name must change with data and parameters.
+        world: the processes that take part, each with a trainer over the same things.
     """
 
     def __init__(
-        self, head: MTPHead, backbone: Backbone, sequences: Sequence[CapturedSequence], settings: Train, folder: Path
+        self,
+        head: MTPHead,
+        backbone: Backbone,
+        sequences: Sequence[CapturedSequence],
+        settings: Train,
+        folder: Path,
+        world: World,
     ) -> None:
-        self.head, self.backbone, self.sequences, self.settings, self.folder = (
-            head,
-            backbone,
-            sequences,
-            settings,
-            folder,
-        )
+        self.head, self.backbone, self.sequences, self.settings = head, backbone, sequences, settings
+        self.folder, self.world = folder, world
         self.vocabulary: DraftVocabulary = make_vocabulary(head.config.draft_to_target, backbone.card.vocab_size)
         self.draft_rows = backbone.output_rows[self.vocabulary.draft_to_target].contiguous()
         self.optimizer = torch.optim.AdamW(
@@ -133,7 +136,7 @@ class Trainer:
 
         Args:
             validate: decodes live with the head; called after each epoch, its :data:`JUDGE` says which one is kept.
-            log: takes (step, figures).
+            log: takes (step, figures). Both are called in the process that leads, and in no other.
 
         Raises:
             UserError: no position is supervised, or every batch had to be skipped.
@@ -182,33 +185,50 @@ class Trainer:
         step, settings, figures = self.progressed.step, self.settings, self.progressed.figures
         epoch, position = divmod(step, self.steps_per_epoch)
         chosen = batch_order(self.sequences, settings.batch_sequences, settings.seed, epoch)[position]
-        batch = collate([self.sequences[i] for i in chosen], settings.draft_length, self.vocabulary)
         factor = learning_rate_factor(step, self.total_steps, max(1, round(settings.warmup_share * self.total_steps)))
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * factor
-        result = draft_step_losses(
-            self.head,
-            batch,
-            self.backbone.embed,
-            self.draft_rows,
-            settings.step_weights,
-            settings.soft_target_weight,
-        )
-        if self._update(batch, result):
+        mine, supervised = self.forward(self.world.share_of(chosen))
+        result = mine.of_all(self.world)
+        # Decided on sums over all processes, so that all of them decide alike.
+        if supervised and bool(torch.isfinite(result.loss)) and self._learn(mine.loss):
             figures["losses"] = [round(float(loss), 5) for loss in result.losses]
         else:
             figures["skipped_batches"] += 1
         self.progressed.step += 1
-        note = f"loss {float(result.loss.detach()):.3f}"
-        progress.advance(1, note)
-        if self.progressed.step % LOG_EVERY_STEPS == 0:
-            log(self.progressed.step, step_figures(result, settings.learning_rate * factor))
+        if self.world.leads:
+            progress.advance(1, f"loss {float(result.loss):.3f}")
+            if self.progressed.step % LOG_EVERY_STEPS == 0:
+                log(self.progressed.step, step_figures(result, settings.learning_rate * factor))
 
-    def _update(self, batch: TrainingBatch, result: StepResult) -> bool:
-        if int(batch.supervised().sum()) == 0 or not bool(torch.isfinite(result.loss)):
-            return False
+    def _learn(self, loss: Tensor) -> bool:
+        self.backward(loss)
+        return self.update()
+
+    def forward(self, chosen: Sequence[int]) -> tuple[StepResult, int]:
+        """This process's part of the loss, and the supervised positions of the whole batch.
+
+        Args:
+            chosen: indices of this process's sequences.
+        """
+        depths = self.settings.draft_length
+        if not chosen:
+            return StepResult.of_nothing(depths), int(self.world.add_up(torch.zeros(depths, dtype=torch.int64)).sum())
+        batch = collate([self.sequences[i] for i in chosen], depths, self.vocabulary)
+        counts = self.world.add_up(batch.supervised()).tolist()
+        weights, softness = self.settings.step_weights, self.settings.soft_target_weight
+        embed, rows = self.backbone.embed, self.draft_rows
+        return draft_step_losses(self.head, batch, embed, rows, weights, softness, counts), sum(counts)
+
+    def backward(self, loss: Tensor) -> None:
+        """This process's part of the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
-        result.loss.backward()
+        if loss.requires_grad:  # else this process had no sequence
+            loss.backward()
+
+    def update(self) -> bool:
+        """Add up the gradients, clip, step; False, and no step, when they are not finite."""
+        self.world.add_up_gradients(self.head.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.settings.clip_norm)
         if not bool(torch.isfinite(norm)):
             return False
@@ -217,16 +237,18 @@ class Trainer:
 
     def _end_of_epoch(self, validate: Validate, log: Log) -> None:
         self.head.eval()
-        figures = validate(self.head)
+        figures = self.world.told(lambda: validate(self.head))
         self.head.train()
         self.progressed.figures["validation"].append(figures)
         if best_epoch(self._acceptance()) == len(self._acceptance()):
             self.progressed.best = {name: tensor.clone() for name, tensor in self.head.state_dict().items()}
-        log(self.progressed.step, {f"validation/{name}": value for name, value in figures.items()})
+        if self.world.leads:
+            log(self.progressed.step, {f"validation/{name}": value for name, value in figures.items()})
         self._save()
 
     def _save(self) -> None:
-        save_checkpoint(self.folder, self.head, self.optimizer, self.progressed)
+        if self.world.leads:
+            save_checkpoint(self.folder, self.head, self.optimizer, self.progressed)
 
     def _count_supervised(self) -> tuple[list[int], int]:
         """Supervised positions per depth, and answer tokens at depth 1 that the draft vocabulary lacks."""
