@@ -1,4 +1,4 @@
-"""The command line: `mtp repro | run | release | report | gate | generate | evaluate | doctor | ui`.
+"""The command line: `mtp repro | compare | throughput | run | release | report | gate | generate | evaluate`, and more.
 
 Owns what people type and what they get back, exit codes included (0 well, 1 refused or not exact, 2 three lines about
 what to mend). It refuses to hide a bug: that keeps its traceback. Its surprising decision: every heavy import stands
@@ -52,6 +52,14 @@ def compare() -> None:
     from pipelines.compare import run_comparison
 
     run_comparison()
+
+
+@app.command()
+def throughput() -> None:
+    """Where the time of training and distillation goes on this machine, beside its peak: about a minute."""
+    from pipelines.throughput import run_throughput
+
+    run_throughput()
 
 
 @app.command()
