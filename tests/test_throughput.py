@@ -84,7 +84,8 @@ def operations(trainer: Trainer, chosen: list[int]) -> int:
     linear = sum(layer.weight.numel() for layer in head.modules() if isinstance(layer, nn.Linear))
     rows, inner = batch.mask.shape[-1], head.config.query_heads * head.config.head_dim
     attention = 2 * rows * inner * len(head.layers)  # scores, and their products with the values
-    anchors = len(chosen) * 3 * batch.positions.shape[1]
+    longest = batch.positions.shape[1]
+    anchors = len(chosen) * (longest + longest - 1 + longest - 2)  # an anchor less at each deeper step
     logits = int(batch.supervised().sum()) + batch.states.shape[0] * batch.states.shape[1]
     return 2 * (anchors * (linear + attention) + logits * width * drafts)
 

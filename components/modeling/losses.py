@@ -84,12 +84,15 @@ def draft_step_losses(
     with torch.no_grad():  # one state teaches up to K anchors: its distribution is computed once
         teacher = (batch.states @ draft_rows.T).softmax(dim=-1)
     for step, supervised in enumerate(counts):
-        state = head(embed(batch.inputs[..., step]), state, batch.keys_values, batch.mask, cos, sin)
-        targets = batch.targets[..., step]
+        # Step by step even the longest answer's last anchors run out of tokens to draft: they are not computed.
+        kept = slice(0, max(1, anchors - step))
+        cos, sin, mask = cos[..., kept, :], sin[..., kept, :], batch.mask[..., kept, :]
+        state = head(embed(batch.inputs[:, kept, step]), state[:, kept], batch.keys_values, mask, cos, sin)
+        targets = batch.targets[:, kept, step]
         chosen = targets != UNSUPERVISED
         logits = state[chosen] @ draft_rows.T
         count = max(supervised, 1)
-        wanted = mixed_targets(targets[chosen], teacher[:, step + 1 :][:, :anchors][chosen], soft_target_weight)
+        wanted = mixed_targets(targets[chosen], teacher[:, step + 1 :][:, kept][chosen], soft_target_weight)
         losses.append(F.cross_entropy(logits, wanted, reduction="sum") / count)
         right.append((logits.detach().argmax(dim=-1) == targets[chosen]).sum() / count)
     per_depth = torch.stack(losses)
