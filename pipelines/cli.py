@@ -1,4 +1,4 @@
-"""The command line: `mtp repro | profile | study | run | release | report | gate | generate | evaluate | doctor | ui`.
+"""The command line: one function for each command of `mtp`.
 
 Owns what people type and what they get back, exit codes included (0 well, 1 refused or not exact, 2 three lines about
 what to mend). It refuses to hide a bug: that keeps its traceback. Its surprising decision: every heavy import stands
@@ -93,6 +93,15 @@ def study(
     from pipelines.study import run_study
 
     run_study(file)
+
+
+@app.command()
+@in_project
+def throughput() -> None:
+    """Where the time of training and distillation goes on this machine, beside its peak: about a minute."""
+    from pipelines.throughput import run_throughput
+
+    run_throughput()
 
 
 @app.command()

@@ -84,9 +84,10 @@ def forget_older(folder: Path) -> None:
             shutil.rmtree(other)
 
 
-def cost_of_head(epochs: int) -> dict[str, Any]:
-    """What the head's own training reports, in the baselines' words."""
+def cost_of_head() -> dict[str, Any]:
+    """What the head's own training reports, in the baselines' words; it may have stopped before its last epoch."""
     report = read_json(TRAINING_REPORT, "run `mtp repro train`")
+    epochs = len(report["validation"])
     seen = epochs * report["supervised_positions"][0]
     return {"epochs": epochs, "steps": report["steps"], "supervised_answer_tokens": seen}
 
@@ -110,8 +111,7 @@ def compare(params: Any, evaluator: LiveEvaluator, prompts: list[Prompt], folder
     torch.set_num_threads(resolve_threads(params.runtime.threads))
     head = MTPHead.from_pretrained(HEAD)
     roster = Roster(evaluator, head, training_sequences(), params.train, settings, folder)
-    training_of_head = cost_of_head(params.train.epochs)
-    contenders = roster.contenders(training_of_head, read_policies(POLICY), params.benchmark.lookup_ngram)
+    contenders = roster.contenders(cost_of_head(), read_policies(POLICY), params.benchmark.lookup_ngram)
     forget_older(folder)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]  # one thread of our own and the trainer's last minute; far above, times mean nothing

@@ -106,6 +106,8 @@ TRAIN = Train(
     weight_decay=0.0,
     clip_norm=1.0,
     validate_prompts_per_task=1,
+    patience=60,
+    processes=1,
 )
 
 
@@ -557,7 +559,7 @@ def project(
     head.save_pretrained(paths.HEAD)
     tiny_bundle(paths.BUNDLE, tiny_backbone_dir, backbone, head)
     write_json(paths.POLICY, {"policies": POLICIES.model_dump()})
-    write_json(paths.TRAINING_REPORT, {"steps": 7, "supervised_positions": [40, 30, 20]})
+    write_json(paths.TRAINING_REPORT, {"steps": 7, "supervised_positions": [40, 30, 20], "validation": [{}, {}]})
 
 
 @pytest.mark.usefixtures("project")

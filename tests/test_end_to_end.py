@@ -115,7 +115,8 @@ def tiny_parameters(backbone: Path, corpora: Path) -> dict[str, Any]:
     params["data"] |= {"prompts_per_task": {"train": 16, "validation": 2, "test": 3}, "max_prompt_tokens": 400}
     params["distil"] |= {"chunk_prompts": 8, "slots": 4, "equality_prompts": 3}
     params["head"] = {"kv_layers": [1, 2], "intermediate_size": 64, "draft_vocabulary_size": 300}
-    params["train"] |= {"epochs": 30, "batch_sequences": 4, "validate_prompts_per_task": 1, "learning_rate": 0.003}
+    params["train"] |= {"epochs": 30, "patience": 30, "batch_sequences": 4, "validate_prompts_per_task": 1}
+    params["train"] |= {"learning_rate": 0.003}
     params["runtime"] |= {"threads": 1}
     params["evaluate"] |= {"prompts_per_task": 3, "bootstrap_samples": 50}
     params["verify"] |= {"prompts_per_task": 3}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,19 @@ from components.decoding.branching import Shape, TreeDrafter
 from components.decoding.drafting import PolicyDrafter
 from components.decoding.loop import decode_with_drafts
 from components.decoding.stopping import Answer, StopRule
+from components.modeling import training
 from components.modeling.backbone import Backbone, hash_weights, import_backbone, load_backbone
 from components.modeling.batches import UNSUPERVISED, batch_order, choose_draft_vocabulary, collate, make_vocabulary
 from components.modeling.chunks import make_chunks
 from components.modeling.distill import ChunkDecoder
 from components.modeling.features import Sequence as Captured
 from components.modeling.head import MTPHead
+from components.modeling.losses import draft_step_losses
 from components.modeling.packed import ATTENTION
+from components.modeling.parallel_training import World
+from components.modeling.schedule import best_epoch, learning_rate_factor, out_of_patience
 from components.modeling.session import TorchBackbone, TorchHead
-from components.modeling.training import Trainer, draft_step_losses, learning_rate_factor, new_head
+from components.modeling.training import JUDGE, Trainer, TrainingResult, Validate, new_head
 
 KV_LAYERS = (1, 2)
 SHAPE = Head(kv_layers=KV_LAYERS, intermediate_size=96, draft_vocabulary_size=300)
@@ -117,6 +123,13 @@ def test_states_of_the_prompt_are_not_read(sequences: list[Captured]) -> None:
         assert torch.equal(one.hidden[row, :count], sequence.hidden[len(sequence.prompt) - 1 :][:count])
 
 
+def cut(sequence: Captured, tokens: int) -> Captured:
+    """The same sequence with so many answer tokens."""
+    rows = len(sequence.prompt) + tokens - 1
+    kept = {"hidden": sequence.hidden[:rows], "keys_values": sequence.keys_values[..., :rows, :]}
+    return replace(sequence, answer=sequence.answer[:tokens], **kept)
+
+
 def test_padding_adds_nothing_to_any_depth(backbone: Backbone, sequences: list[Captured]) -> None:
     head = new_head(SHAPE, backbone, sequences, seed=0)
     vocabulary = make_vocabulary(head.config.draft_to_target, backbone.card.vocab_size)
@@ -124,11 +137,14 @@ def test_padding_adds_nothing_to_any_depth(backbone: Backbone, sequences: list[C
 
     def total(chosen: list[Captured]) -> torch.Tensor:
         batch = collate(chosen, 3, vocabulary)
-        result = draft_step_losses(head, batch, backbone.embed, rows, [1.0, 1.0, 1.0], 0.5)
+        counts = batch.supervised().tolist()
+        result = draft_step_losses(head, batch, backbone.embed, rows, [1.0, 1.0, 1.0], 0.5, counts)
         return result.losses * batch.supervised()
 
-    together = total(sequences[:6])
-    alone = torch.stack([total([sequence]) for sequence in sequences[:6]]).sum(dim=0)
+    # Of one, two and three tokens: at the deeper steps none of their anchors is left.
+    short = [cut(sequence, tokens) for sequence, tokens in zip(sequences[6:], (1, 2, 3), strict=False)]
+    together = total([*sequences[:6], *short])
+    alone = torch.stack([total([sequence]) for sequence in [*sequences[:6], *short]]).sum(dim=0)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
@@ -170,14 +186,21 @@ SETTINGS = Train(
     weight_decay=0.0,
     clip_norm=1.0,
     validate_prompts_per_task=1,
+    patience=60,
+    processes=1,
 )
 
 
-def train(backbone: Backbone, sequences: list[Captured], folder: Path, **changes: Any) -> tuple[MTPHead, Any]:
+def train(
+    backbone: Backbone,
+    sequences: list[Captured],
+    folder: Path,
+    validate: Validate = lambda head: {JUDGE: 1.0},
+    **changes: Any,
+) -> tuple[MTPHead, TrainingResult]:
     settings = SETTINGS.model_copy(update=changes)
     head = new_head(SHAPE, backbone, sequences, settings.seed)
-    trainer = Trainer(head, backbone, sequences, settings, folder)
-    return head, trainer.run(lambda _: {"x": 1.0}, lambda step, figures: None)
+    return head, Trainer(head, backbone, sequences, settings, folder, World()).run(validate, lambda step, figures: None)
 
 
 def test_an_overfitted_head_drafts_its_training_text_live(
@@ -204,30 +227,82 @@ def test_an_overfitted_head_drafts_its_training_text_live(
         assert emitted / passes > 3.0, f"tau {emitted / passes:.2f} of 4 on text the head knows by heart"
 
 
-def test_a_killed_run_resumed_gives_the_same_bytes(
+class Killed(Exception):
+    pass
+
+
+def fingerprint(head: MTPHead) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in head.state_dict().values())).hexdigest()
+
+
+def test_the_best_epoch_is_kept_and_the_run_stops_when_none_is_better(
     backbone: Backbone, sequences: list[Captured], tmp_path: Path
 ) -> None:
-    straight, _ = train(backbone, sequences, tmp_path / "a", epochs=3)
+    seen: list[str] = []
 
-    class Killed(Exception):
-        pass
+    def validate(head: MTPHead) -> dict[str, float]:
+        seen.append(fingerprint(head))
+        return {JUDGE: (0.4, 0.9, 0.9, 0.6, 1.5)[len(seen) - 1]}
 
-    seen = []
+    head, result = train(backbone, sequences, tmp_path / "a", validate, epochs=5, patience=2)
+    assert (result.best_epoch, result.stopped_early, len(result.validation)) == (3, True, 4)
+    assert result.steps == 4 * 3
+    assert fingerprint(head) == seen[2], "of equal epochs the later one"
+    seen.clear()
+    head, result = train(backbone, sequences, tmp_path / "b", validate, epochs=5, patience=3)
+    assert (result.best_epoch, result.stopped_early, result.steps) == (5, False, 5 * 3)
+    assert fingerprint(head) == seen[4]
 
-    def kill(_: MTPHead) -> dict[str, float]:
-        seen.append(1)
-        if len(seen) == 2:
-            raise Killed
-        return {"x": 1.0}
 
-    settings = SETTINGS.model_copy(update={"epochs": 3})
-    head = new_head(SHAPE, backbone, sequences, settings.seed)
-    with pytest.raises(Killed):
-        Trainer(head, backbone, sequences, settings, tmp_path / "b").run(kill, lambda step, figures: None)
-    resumed, result = train(backbone, sequences, tmp_path / "b", epochs=3)
-    assert len(result.validation) == 3
-    for (name, one), (_, two) in zip(straight.named_parameters(), resumed.named_parameters(), strict=True):
-        assert torch.equal(one, two), name
+def test_patience_counts_epochs_that_are_no_better_than_the_best() -> None:
+    assert [best_epoch(figures) for figures in ([0.0], [2.0, 1.0], [2.0, 2.0, 1.0])] == [1, 1, 2]
+    assert not out_of_patience([], 1) and not out_of_patience([1.0], 1) and not out_of_patience([1.0, 2.0], 1)
+    assert out_of_patience([2.0, 2.0], 1) and not out_of_patience([2.0, 2.0], 2)
+    assert out_of_patience([3.0, 1.0, 2.0], 2), "better than the epoch before is not better than the best"
+    assert not out_of_patience([1.0, 0.0, 2.0, 1.0], 2)
+
+
+@pytest.mark.parametrize("stops", [True, False], ids=["stopped early", "to the end"])
+def test_a_run_killed_around_every_checkpoint_gives_the_same_bytes(
+    backbone: Backbone, sequences: list[Captured], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    """Best weights, moments and figures must belong together whenever a run dies, even before a file is moved."""
+    monkeypatch.setattr(training, "CHECKPOINT_EVERY_STEPS", 2)
+    curve, figure_of = (0.4, 0.9, 0.9, 0.6, 1.5), dict[str, float]()
+    changes = {"epochs": 5, "patience": 2 if stops else 5}
+
+    def first_time(head: MTPHead) -> dict[str, float]:
+        figure_of[fingerprint(head)] = curve[len(figure_of)]
+        return {JUDGE: curve[len(figure_of) - 1]}
+
+    def again(head: MTPHead) -> dict[str, float]:
+        return {JUDGE: figure_of[fingerprint(head)]}  # KeyError: no epoch of the straight run ended with these weights
+
+    straight, expected = train(backbone, sequences, tmp_path / "a", first_time, **changes)
+    assert expected.stopped_early is stops
+    move, written = os.replace, [True]
+
+    def killed_before_and_after(source: Path, target: Path) -> None:
+        written[:] = [not written[0]]
+        if written[0]:
+            move(source, target)
+        raise Killed
+
+    monkeypatch.setattr(os, "replace", killed_before_and_after)
+    kills, result = 0, None
+    while result is None:
+        try:
+            resumed, result = train(backbone, sequences, tmp_path / "b", again, **changes)
+        except Killed:
+            kills += 1
+    monkeypatch.undo()
+    assert kills >= 2 * len(expected.validation) and result == expected
+    for name, head in (("straight", straight), ("resumed", resumed)):
+        head.save_pretrained(tmp_path / name)
+    assert (tmp_path / "straight/model.safetensors").read_bytes() == (
+        tmp_path / "resumed/model.safetensors"
+    ).read_bytes()
+    assert fingerprint(resumed) == list(figure_of)[expected.best_epoch - 1]
 
 
 def test_the_same_seed_gives_the_same_file(backbone: Backbone, sequences: list[Captured], tmp_path: Path) -> None:
@@ -251,18 +326,7 @@ def test_batches_without_supervision_or_with_nan_are_skipped_and_counted(
     assert result.skipped_batches == 8
     with pytest.raises(UserError, match="learned nothing"):
         train(backbone, poisoned, tmp_path / "b", epochs=1)
-    single = [
-        Captured(
-            "x",
-            s.prompt,
-            s.answer[:1],
-            "eos",
-            "",
-            s.hidden[: len(s.prompt)],
-            s.keys_values[..., : len(s.prompt), :],
-        )
-        for s in sequences[:2]
-    ]
+    single = [cut(sequence, 1) for sequence in sequences[:2]]
     with pytest.raises(UserError, match="nothing to train on"):
         train(backbone, single, tmp_path / "c", epochs=1)
 

@@ -54,6 +54,7 @@ HOMES = {
     "onnx_ir": r"components/onnx/.*",
     "torch": r"components/(modeling|baselines|onnx(?!/runtime|/generation))/.*|pipelines/(stages/.*|compare|study)\.py",
     "transformers": r"components/(modeling|baselines)/.*|components/onnx/(?!runtime|generation).*|pipelines/stages/.*",
+    "accelerate": r"components/modeling/parallel_training\.py",
     "gguf": r"components/modeling/.*",
     "typer": r"pipelines/.*",
     "dvc": r"(?!)",

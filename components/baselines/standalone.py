@@ -20,7 +20,7 @@ from components.core.config import Standalone, Train
 from components.core.manifest import BackboneCard
 from components.modeling.batches import UNSUPERVISED, DraftVocabulary
 from components.modeling.features import Sequence as Captured
-from components.modeling.training import mixed_targets
+from components.modeling.losses import mixed_targets
 
 LONGEST_CONTEXT = 8192
 

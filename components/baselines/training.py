@@ -25,7 +25,8 @@ from components.core.files import atomic_path
 from components.core.progress import Progress
 from components.modeling.batches import UNSUPERVISED, DraftVocabulary, TrainingBatch, batch_order
 from components.modeling.features import Sequence as Captured
-from components.modeling.training import learning_rate_factor, mixed_targets
+from components.modeling.losses import mixed_targets
+from components.modeling.schedule import learning_rate_factor
 
 LossOf = Callable[[list[Captured]], Tensor]
 

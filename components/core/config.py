@@ -164,6 +164,8 @@ class Train(Strict):
     weight_decay: Annotated[float, Field(ge=0)]
     clip_norm: Annotated[float, Field(gt=0)]
     validate_prompts_per_task: Positive = Field(description="validation prompts decoded live after each epoch")
+    patience: Positive = Field(description="epochs in a row without better live acceptance that end the run")
+    processes: Positive = Field(description="that make each step together; batches and threads are divided")
 
     @model_validator(mode="after")
     def _weights_match(self) -> Train:

@@ -31,6 +31,7 @@ VERIFICATION_REPORT = REPORTS / "verification.json"
 BENCHMARK_REPORT = REPORTS / "benchmark" / "local.json"
 COMPARISON_REPORT = REPORTS / "comparison.json"
 STUDY_REPORT = REPORTS / "study.json"
+THROUGHPUT_REPORT = REPORTS / "throughput.json"
 GATE_REPORT = REPORTS / "gate.json"
 OWN_TEXTS = REPORTS / "own_texts"  # what people evaluate by hand; no stage reads or writes it
 

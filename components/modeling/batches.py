@@ -108,10 +108,10 @@ def collate(sequences: Seq[Sequence], draft_length: int, vocabulary: DraftVocabu
 
 
 def batch_order(sequences: Seq[Sequence], batch_sequences: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices of each batch of an epoch: neighbours in length together, batches shuffled by (seed, epoch) alone."""
+    """Indices of each batch of an epoch: equal lengths together, batches shuffled by (seed, epoch) alone."""
     generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
     jitter = torch.randperm(len(sequences), generator=generator).tolist()
-    # Answer lengths are bucketed coarsely, and who shares a bucket's batch changes from epoch to epoch.
-    by_length = sorted(range(len(sequences)), key=lambda i: (len(sequences[i].answer) // 4, jitter[i]))
+    # Every anchor behind an answer's end is computed for nothing; who shares a length's batch changes with the epoch.
+    by_length = sorted(range(len(sequences)), key=lambda i: (len(sequences[i].answer), jitter[i]))
     batches = [by_length[i : i + batch_sequences] for i in range(0, len(by_length), batch_sequences)]
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]

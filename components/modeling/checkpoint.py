@@ -1,8 +1,10 @@
 """Checkpoints of a training run, in safetensors and JSON.
 
-Owns what "resume" means: weights, AdamW moments, the step reached and the figures so far. It refuses a checkpoint made
-from other data or parameters: the key in its folder's name differs. Its surprising decision: no generator state is
-kept, because after the first step nothing is random but the order of batches, a function of (seed, epoch).
+Owns what "resume" means: weights, AdamW moments, the step reached, the figures so far and the best epoch's weights, all
+in one file, because a kill between two files would pair the figures of one epoch with the weights of another. It
+refuses a checkpoint made from other data or parameters: the key in its folder's name differs. Its surprising decision:
+no generator state is kept, because after the first step nothing is random but the order of batches, a function of
+(seed, epoch).
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from components.core.files import atomic_path
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
+BEST = "best."
 
 
 @dataclass
@@ -29,15 +32,17 @@ class Progressed:
     Attributes:
         step: optimizer steps done.
         figures: anything JSON can hold that the run has to remember.
+        best: state dict of the best epoch so far; empty before the first one ends.
     """
 
     step: int = 0
     figures: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Tensor] = field(default_factory=dict)
 
 
 def save_checkpoint(folder: Path, head: nn.Module, optimizer: torch.optim.Optimizer, progressed: Progressed) -> None:
     """Write one file, atomically; it replaces the one before."""
-    tensors = {}
+    tensors = {f"{BEST}{name}": tensor for name, tensor in progressed.best.items()}
     for name, parameter in head.named_parameters():
         tensors[f"weight.{name}"] = parameter.detach().contiguous()
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -63,4 +68,5 @@ def load_checkpoint(folder: Path, head: nn.Module, optimizer: torch.optim.Optimi
             parameter.copy_(tensors[f"weight.{name}"])
             keys = ("step", "exp_avg", "exp_avg_sq")
             optimizer.state[parameter] = {key: tensors[f"{key}.{name}"].clone() for key in keys}
-    return Progressed(int(metadata["step"]), json.loads(metadata["figures"]))
+    best = {name.removeprefix(BEST): tensor for name, tensor in tensors.items() if name.startswith(BEST)}
+    return Progressed(int(metadata["step"]), json.loads(metadata["figures"]), best)

@@ -28,7 +28,7 @@ from components.modeling.calibration import record, replay_answer
 from components.modeling.features import Sequence as Captured
 from components.modeling.head import MTPHead
 from components.modeling.session import TorchBackbone, cached_rows
-from components.modeling.training import Trainer, new_head
+from components.modeling.training import JUDGE, Trainer, new_head
 
 SECTIONS = ("head", "train")
 
@@ -187,7 +187,10 @@ def train_variant(
     started, wanted = time.perf_counter(), variant.head.kv_layers
     sequences = [reading(one, layers, wanted) for task in sorted(training) for one in training[task]]
     head = new_head(variant.head, judge_.backbone, sequences, variant.train.seed)
-    result = Trainer(head, judge_.backbone, sequences, variant.train, folder).run(lambda _: {}, lambda *_: None)
+    # Nothing is chosen by validation: every variant trains its whole schedule, and its last epoch is judged.
+    settings = variant.train.model_copy(update={"patience": variant.train.epochs, "processes": 1})
+    trainer = Trainer(head, judge_.backbone, sequences, settings, folder)
+    result = trainer.run(lambda _: {JUDGE: 0.0}, lambda *_: None)
     trained_s = time.perf_counter() - started
     return {
         "name": variant.name,

@@ -1,9 +1,9 @@
 """Training of the MTP head: K unrolled steps with shared weights on distilled answers; the backbone never changes.
 
-Owns the loss (weighted cross-entropy per depth, FastMTP arXiv 2509.18362), the schedule and the loop with its
-checkpoints. It refuses to run without a supervised position, skips and counts batches that have none or whose loss is
-not finite, and saves no NaN. Its surprising decision: the head starts from random weights. Starting its layers as
-copies of the backbone layers they read, or its norm as the backbone's, learned more slowly (docs/recipe-log.md).
+Owns the loop with its checkpoints, and the choice of the epoch that is kept: the one that drafts best in live decoding.
+It refuses to run without a supervised position, skips and counts batches that have none or whose loss is not finite,
+and saves no NaN. Its surprising decision: the head starts from random weights. Starting its layers as copies of the
+backbone layers they read, or its norm as the backbone's, learned more slowly (docs/recipe-log.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from components.core.config import Head, Train
 from components.core.errors import UserError
@@ -24,7 +23,6 @@ from components.modeling.backbone import Backbone
 from components.modeling.batches import (
     UNSUPERVISED,
     DraftVocabulary,
-    TrainingBatch,
     batch_order,
     choose_draft_vocabulary,
     collate,
@@ -32,39 +30,41 @@ from components.modeling.batches import (
 )
 from components.modeling.checkpoint import load_checkpoint, save_checkpoint
 from components.modeling.features import Sequence as CapturedSequence
-from components.modeling.head import HeadConfig, MTPHead, rotary_angles
+from components.modeling.head import HeadConfig, MTPHead
+from components.modeling.losses import StepResult, draft_step_losses, step_figures
+from components.modeling.parallel_training import World
+from components.modeling.schedule import best_epoch, learning_rate_factor, out_of_patience
 
 CHECKPOINT_EVERY_STEPS = 50
 LOG_EVERY_STEPS = 10
+JUDGE = "extra_tokens_per_pass"  # the live figure that epochs are compared by
 
 Log = Callable[[int, dict[str, float]], None]
 Validate = Callable[[MTPHead], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """One forward pass over a batch.
+class TrainingResult:
+    """What a finished run reports.
 
     Attributes:
-        loss: weighted sum over depths of the mean cross-entropy, scalar.
-        losses: mean cross-entropy at each depth, [K].
-        teacher_forced_accuracy: share of supervised positions drafted right at each depth, given true inputs, [K].
+        steps: optimizer steps done; fewer than planned when the run stopped early.
+        supervised_positions: at each depth, in one epoch.
+        out_of_vocabulary_positions: answer tokens that the draft vocabulary lacks, in one epoch.
+        skipped_batches: steps that changed nothing.
+        validation: live figures of each epoch.
+        best_epoch: number, from 1, of the epoch whose weights the head has.
+        stopped_early: whether patience ended the run before its last epoch.
+        last_batch_losses: mean cross-entropy at each depth.
     """
-
-    loss: Tensor
-    losses: Tensor
-    teacher_forced_accuracy: Tensor
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """What a finished run reports."""
 
     steps: int
     supervised_positions: list[int]
     out_of_vocabulary_positions: int
     skipped_batches: int
     validation: list[dict[str, float]]
+    best_epoch: int
+    stopped_early: bool
     last_batch_losses: list[float]
 
 
@@ -99,63 +99,6 @@ def new_head(shape: Head, backbone: Backbone, sequences: Sequence[CapturedSequen
     )
 
 
-def mixed_targets(targets: Tensor, teacher: Tensor, soft_target_weight: float) -> Tensor:
-    """What the head is to draft: the backbone's choice, mixed with its distribution; [positions, draft], rows sum to 1.
-
-    Knowledge distillation (Hinton et al. 2015, arXiv 1503.02531), with the teacher cut to the draft vocabulary.
-
-    Args:
-        targets: draft ids, [positions] int64.
-        teacher: the backbone's distribution at the same positions, [positions, draft].
-        soft_target_weight: share of the distribution, 0..1.
-    """
-    mixed = teacher * soft_target_weight
-    return mixed.scatter_add_(1, targets[:, None], torch.full_like(mixed[:, :1], 1.0 - soft_target_weight))
-
-
-def draft_step_losses(
-    head: MTPHead,
-    batch: TrainingBatch,
-    embed: Callable[[Tensor], Tensor],
-    draft_rows: Tensor,
-    step_weights: Sequence[float],
-    soft_target_weight: float,
-) -> StepResult:
-    """Unroll the head over a batch.
-
-    Args:
-        head: the drafter.
-        batch: see :class:`TrainingBatch`.
-        embed: token ids -> embeddings as the backbone feeds them.
-        draft_rows: output rows of the draft vocabulary, [draft, hidden_size].
-        step_weights: one weight per depth.
-        soft_target_weight: see :func:`mixed_targets`.
-    """
-    cos, sin = rotary_angles(batch.positions, head.config.head_dim, head.config.rope_theta)
-    anchors, state, losses, right = batch.positions.shape[1], batch.hidden, [], []
-    with torch.no_grad():  # one state teaches up to K anchors: its distribution is computed once
-        teacher = (batch.states @ draft_rows.T).softmax(dim=-1)
-    for step in range(len(step_weights)):
-        state = head(embed(batch.inputs[..., step]), state, batch.keys_values, batch.mask, cos, sin)
-        targets = batch.targets[..., step]
-        chosen = targets != UNSUPERVISED
-        logits = state[chosen] @ draft_rows.T
-        count = max(int(chosen.sum()), 1)
-        wanted = mixed_targets(targets[chosen], teacher[:, step + 1 :][:, :anchors][chosen], soft_target_weight)
-        losses.append(F.cross_entropy(logits, wanted, reduction="sum") / count)
-        right.append((logits.detach().argmax(dim=-1) == targets[chosen]).sum() / count)
-    per_depth = torch.stack(losses)
-    return StepResult((per_depth * torch.tensor(step_weights)).sum(), per_depth.detach(), torch.stack(right))
-
-
-def learning_rate_factor(step: int, total: int, warmup: int) -> float:
-    """Linear warm-up, then half a cosine down to a tenth."""
-    if step < warmup:
-        return (step + 1) / warmup
-    share = (step - warmup) / max(1, total - warmup)
-    return 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * min(1.0, share)))
-
-
 class Trainer:
     """One training run, resumable at any moment.
 
@@ -165,33 +108,35 @@ class Trainer:
         sequences: supervised sequences, loops already left out.
         settings: the `train` section.
         folder: where checkpoints are kept; its name must change with data and parameters.
+        world: the processes that take part, each with a trainer over the same things.
     """
 
     def __init__(
-        self, head: MTPHead, backbone: Backbone, sequences: Sequence[CapturedSequence], settings: Train, folder: Path
+        self,
+        head: MTPHead,
+        backbone: Backbone,
+        sequences: Sequence[CapturedSequence],
+        settings: Train,
+        folder: Path,
+        world: World,
     ) -> None:
-        self.head, self.backbone, self.sequences, self.settings, self.folder = (
-            head,
-            backbone,
-            sequences,
-            settings,
-            folder,
-        )
+        self.head, self.backbone, self.sequences, self.settings = head, backbone, sequences, settings
+        self.folder, self.world = folder, world
         self.vocabulary: DraftVocabulary = make_vocabulary(head.config.draft_to_target, backbone.card.vocab_size)
         self.draft_rows = backbone.output_rows[self.vocabulary.draft_to_target].contiguous()
-        self.optimizer = torch.optim.AdamW(
-            head.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
-        )
+        rate, decay = settings.learning_rate, settings.weight_decay
+        # Fused: one pass over weights, gradients and moments instead of a dozen; memory is what an update waits for.
+        self.optimizer = torch.optim.AdamW(head.parameters(), rate, (0.9, 0.95), weight_decay=decay, fused=True)
         self.steps_per_epoch = math.ceil(len(sequences) / settings.batch_sequences)
         self.total_steps = self.steps_per_epoch * settings.epochs
         self.progressed = load_checkpoint(folder, head, self.optimizer)
 
     def run(self, validate: Validate, log: Log) -> TrainingResult:
-        """Train to the end, from wherever the last checkpoint stands.
+        """Train to the end, from wherever the last checkpoint stands; the head then has its best epoch's weights.
 
         Args:
-            validate: decodes live with the head; called after each epoch.
-            log: takes (step, figures).
+            validate: decodes live with the head; called after each epoch, its :data:`JUDGE` says which one is kept.
+            log: takes (step, figures). Both are called in the process that leads, and in no other.
 
         Raises:
             UserError: no position is supervised, or every batch had to be skipped.
@@ -204,55 +149,86 @@ class Trainer:
         progress = Progress("train", self.total_steps, "steps")
         progress.resume_at(self.progressed.step)
         self.head.train()
-        while self.progressed.step < self.total_steps:
+        while self.progressed.step < self.total_steps and not self._stopped():
             self._one_step(log, progress)
             # A checkpoint at the end of an epoch always holds that epoch's validation.
             if self.progressed.step % self.steps_per_epoch == 0:
                 self._end_of_epoch(validate, log)
             elif self.progressed.step % CHECKPOINT_EVERY_STEPS == 0:
                 self._save()
-        if figures["skipped_batches"] >= self.total_steps:
+        if figures["skipped_batches"] >= self.progressed.step:
             raise UserError("training learned nothing", "every batch was skipped", "lower train.learning_rate")
+        self.head.load_state_dict(self.progressed.best)
+        return self._result()
+
+    def _result(self) -> TrainingResult:
+        step, figures = self.progressed.step, self.progressed.figures
         return TrainingResult(
-            steps=self.total_steps,
+            steps=step,
             supervised_positions=figures["supervised_positions"],
             out_of_vocabulary_positions=figures["out_of_vocabulary_positions"],
             skipped_batches=figures["skipped_batches"],
             validation=figures["validation"],
+            best_epoch=best_epoch(self._acceptance()),
+            stopped_early=step < self.total_steps,
             last_batch_losses=figures.get("losses", []),
         )
+
+    def _acceptance(self) -> list[float]:
+        return [epoch[JUDGE] for epoch in self.progressed.figures["validation"]]
+
+    def _stopped(self) -> bool:
+        """A function of what a checkpoint holds, so that a run killed after its last epoch knows that it is over."""
+        return out_of_patience(self._acceptance(), self.settings.patience)
 
     def _one_step(self, log: Log, progress: Progress) -> None:
         step, settings, figures = self.progressed.step, self.settings, self.progressed.figures
         epoch, position = divmod(step, self.steps_per_epoch)
         chosen = batch_order(self.sequences, settings.batch_sequences, settings.seed, epoch)[position]
-        batch = collate([self.sequences[i] for i in chosen], settings.draft_length, self.vocabulary)
         factor = learning_rate_factor(step, self.total_steps, max(1, round(settings.warmup_share * self.total_steps)))
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * factor
-        result = draft_step_losses(
-            self.head,
-            batch,
-            self.backbone.embed,
-            self.draft_rows,
-            settings.step_weights,
-            settings.soft_target_weight,
-        )
-        if self._update(batch, result):
+        mine, supervised = self.forward(self.world.share_of(chosen))
+        result = mine.of_all(self.world)
+        # Decided on sums over all processes, so that all of them decide alike.
+        if supervised and bool(torch.isfinite(result.loss)) and self._learn(mine.loss):
             figures["losses"] = [round(float(loss), 5) for loss in result.losses]
         else:
             figures["skipped_batches"] += 1
         self.progressed.step += 1
-        note = f"loss {float(result.loss.detach()):.3f}"
-        progress.advance(1, note)
-        if self.progressed.step % LOG_EVERY_STEPS == 0:
-            log(self.progressed.step, step_figures(result, settings.learning_rate * factor))
+        if self.world.leads:
+            progress.advance(1, f"loss {float(result.loss):.3f}")
+            if self.progressed.step % LOG_EVERY_STEPS == 0:
+                log(self.progressed.step, step_figures(result, settings.learning_rate * factor))
 
-    def _update(self, batch: TrainingBatch, result: StepResult) -> bool:
-        if int(batch.supervised().sum()) == 0 or not bool(torch.isfinite(result.loss)):
-            return False
+    def _learn(self, loss: Tensor) -> bool:
+        self.backward(loss)
+        return self.update()
+
+    def forward(self, chosen: Sequence[int]) -> tuple[StepResult, int]:
+        """This process's part of the loss, and the supervised positions of the whole batch.
+
+        Args:
+            chosen: indices of this process's sequences.
+        """
+        depths = self.settings.draft_length
+        if not chosen:
+            return StepResult.of_nothing(depths), int(self.world.add_up(torch.zeros(depths, dtype=torch.int64)).sum())
+        batch = collate([self.sequences[i] for i in chosen], depths, self.vocabulary)
+        counts = self.world.add_up(batch.supervised()).tolist()
+        weights, softness = self.settings.step_weights, self.settings.soft_target_weight
+        embed, rows = self.backbone.embed, self.draft_rows
+        return draft_step_losses(self.head, batch, embed, rows, weights, softness, counts), sum(counts)
+
+    def backward(self, loss: Tensor) -> None:
+        """This process's part of the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
-        result.loss.backward()
+        if loss.requires_grad:  # else this process had no sequence
+            loss.backward()
+
+    def update(self) -> bool:
+        """Add up the gradients, clip, step; False, and no step, when they are not finite."""
+        self.world.add_up_gradients(self.head.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.settings.clip_norm)
         if not bool(torch.isfinite(norm)):
             return False
@@ -261,14 +237,18 @@ class Trainer:
 
     def _end_of_epoch(self, validate: Validate, log: Log) -> None:
         self.head.eval()
-        figures = validate(self.head)
+        figures = self.world.told(lambda: validate(self.head))
         self.head.train()
         self.progressed.figures["validation"].append(figures)
-        log(self.progressed.step, {f"validation/{name}": value for name, value in figures.items()})
+        if best_epoch(self._acceptance()) == len(self._acceptance()):
+            self.progressed.best = {name: tensor.clone() for name, tensor in self.head.state_dict().items()}
+        if self.world.leads:
+            log(self.progressed.step, {f"validation/{name}": value for name, value in figures.items()})
         self._save()
 
     def _save(self) -> None:
-        save_checkpoint(self.folder, self.head, self.optimizer, self.progressed)
+        if self.world.leads:
+            save_checkpoint(self.folder, self.head, self.optimizer, self.progressed)
 
     def _count_supervised(self) -> tuple[list[int], int]:
         """Supervised positions per depth, and answer tokens at depth 1 that the draft vocabulary lacks."""
@@ -284,14 +264,3 @@ class Trainer:
                 "nothing to train on", "no answer token is supervised", "check data/distilled/answers.parquet"
             )
         return per_depth, outside
-
-
-def step_figures(result: StepResult, learning_rate: float) -> dict[str, float]:
-    """Curves per depth, under names that say what they are."""
-    figures = {"train/loss": float(result.loss.detach()), "train/learning_rate": learning_rate}
-    for depth, (loss, accuracy) in enumerate(
-        zip(result.losses.tolist(), result.teacher_forced_accuracy.tolist(), strict=True), start=1
-    ):
-        figures[f"train/loss_depth_{depth}"] = loss
-        figures[f"train/teacher_forced_accuracy_depth_{depth}"] = accuracy
-    return figures

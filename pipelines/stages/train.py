@@ -22,6 +22,7 @@ from components.modeling.answers import training_prompts
 from components.modeling.backbone import Backbone, hash_weights, load_backbone
 from components.modeling.features import Sequence, read_shards
 from components.modeling.live import LiveEvaluator
+from components.modeling.parallel_training import World, run_together
 from components.modeling.training import Trainer, TrainingResult, new_head
 from components.release.tracking import TrackingRun
 from pipelines.stages.common import stage_params
@@ -68,15 +69,13 @@ def training_report(
     sequences: list[Sequence],
     hashes: tuple[str, str],
     result: TrainingResult,
-    threads: int,
-    run_id: str,
+    made_by: dict[str, Any],
 ) -> dict[str, Any]:
     """The evidence that training leaves behind."""
     of_prompts = sum(len(sequence.prompt) for sequence in sequences)
     of_answers = sum(len(sequence.answer) for sequence in sequences)
     return {
-        "created_with": host_card("torch", "transformers", "mlflow").as_dict()
-        | {"threads": threads, "precision": "float32", "mlflow_run_id": run_id},
+        "created_with": host_card("torch", "transformers", "mlflow").as_dict() | made_by,
         "backbone_sha256_before": hashes[0],
         "backbone_sha256_after": hashes[1],
         "sequences": len(sequences),
@@ -86,6 +85,8 @@ def training_report(
         "supervised_positions": result.supervised_positions,
         "out_of_vocabulary_positions": result.out_of_vocabulary_positions,
         "steps": result.steps,
+        "best_epoch": result.best_epoch,
+        "stopped_early": result.stopped_early,
         "skipped_batches": result.skipped_batches,
         "last_batch_losses": result.last_batch_losses,
         "validation": result.validation,
@@ -99,36 +100,56 @@ def make_evaluator(backbone: Backbone, params: Any) -> LiveEvaluator:
     return LiveEvaluator(backbone, prompts, read_templates(TEMPLATES), decode, params.runtime.max_length)
 
 
-@exits_cleanly
-def main() -> None:
-    """Write models/head and training.json."""
-    params = stage_params("train")
-    threads = resolve_threads(params.runtime.threads)
+def train(params: Any, world: World) -> None:
+    """Take part in the training; the process that leads writes models/head and training.json."""
+    threads = max(1, resolve_threads(params.runtime.threads) // world.size)
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     backbone = load_backbone(BACKBONE)
-    before = hash_weights(backbone.model)
     answers = pd.read_parquet(ANSWERS)
     sequences = load_training_sequences(answers)
     folder = work_folder(params.head, params.train)
     folder.mkdir(parents=True, exist_ok=True)
     head = new_head(params.head, backbone, sequences, params.train.seed)
+    trainer = Trainer(head, backbone, sequences, params.train, folder, world)
+    if not world.leads:
+        trainer.run(_not_here, _not_here)
+        return
+    before = hash_weights(backbone.model)
     evaluator = make_evaluator(backbone, params)
     limit, length = params.train.validate_prompts_per_task, params.train.draft_length
     with start_tracking(params, folder) as run:
-        trainer = Trainer(head, backbone, sequences, params.train, folder)
         result = trainer.run(lambda trained: evaluator.acceptance(trained, length, limit), run.log)
-        report = training_report(
-            answers, sequences, (before, hash_weights(backbone.model)), result, threads, run.run_id
-        )
+        made_by = {"threads": threads, "processes": world.size, "precision": "float32", "mlflow_run_id": run.run_id}
+        report = training_report(answers, sequences, (before, hash_weights(backbone.model)), result, made_by)
         head.save_pretrained(HEAD)
         write_json(TRAINING_REPORT, report)
         run.finish()
     shutil.rmtree(folder, ignore_errors=True)
     print(
         f"train: {report['trained_tokens']} supervised tokens ({report['trained_share']:.0%} of all), "
-        f"{result.steps} steps"
+        f"{result.steps} steps, epoch {result.best_epoch} of {len(result.validation)} kept"
+        f"{', stopped early' if result.stopped_early else ''}"
     )
+
+
+def _not_here(*_: Any) -> Any:
+    raise RuntimeError("only the process that leads validates and logs")
+
+
+def train_together(world: World) -> None:
+    """What each of several processes runs."""
+    train(stage_params("train"), world)
+
+
+@exits_cleanly
+def main() -> None:
+    """Train in this process, or in as many as `train.processes` says."""
+    params = stage_params("train")
+    if params.train.processes == 1:
+        train(params, World())
+    else:
+        run_together(train_together, params.train.processes)
 
 
 if __name__ == "__main__":
