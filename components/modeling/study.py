@@ -27,6 +27,7 @@ from components.modeling.backbone import Backbone
 from components.modeling.calibration import record, replay_answer
 from components.modeling.features import Sequence as Captured
 from components.modeling.head import MTPHead
+from components.modeling.parallel_training import World
 from components.modeling.session import TorchBackbone, cached_rows
 from components.modeling.training import JUDGE, Trainer, new_head
 
@@ -189,7 +190,7 @@ def train_variant(
     head = new_head(variant.head, judge_.backbone, sequences, variant.train.seed)
     # Nothing is chosen by validation: every variant trains its whole schedule, and its last epoch is judged.
     settings = variant.train.model_copy(update={"patience": variant.train.epochs, "processes": 1})
-    trainer = Trainer(head, judge_.backbone, sequences, settings, folder)
+    trainer = Trainer(head, judge_.backbone, sequences, settings, folder, World())
     result = trainer.run(lambda _: {JUDGE: 0.0}, lambda *_: None)
     trained_s = time.perf_counter() - started
     return {
