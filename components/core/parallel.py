@@ -1,8 +1,8 @@
 """One single-threaded process per core.
 
-Owns the pool that distillation and evaluation share. Its surprising decision: processes, not threads inside the matrix
-products, because decoding steps are small and lose more to thread barriers than they gain; and with one thread each,
-results do not depend on how many processes there are.
+Owns the pool that distillation and evaluation share, and how a process ends with its parent. Its surprising decision:
+processes, not threads inside the matrix products, because decoding steps are small and lose more to thread barriers
+than they gain; and with one thread each, results do not depend on how many processes there are.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ Result = TypeVar("Result")
 
 
 def _start_worker(start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    Thread(target=_end_with_parent, daemon=True).start()
+    follow_parent()
     start(*arguments)
+
+
+def follow_parent() -> None:
+    """End this process when the one that started it ends, however that happens."""
+    Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:

@@ -14,10 +14,8 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
+from multiprocessing import get_context
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +23,8 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from components.core.errors import EXIT_USER_ERROR, UserError
+from components.core.parallel import follow_parent
+from components.core.paths import WORK
 
 GRACE_S = 30.0  # for the others to record that they failed, once one has died
 LONGEST_MESSAGE = 20_000  # a pipe holds 64 KiB; a message that does not fit would block its sender
@@ -126,8 +126,9 @@ def run_together(work: Callable[..., None], size: int, *arguments: Any) -> None:
     context = get_context("forkserver")
     context.set_forkserver_preload(["accelerate", "torch._dynamo", work.__module__])
     faults = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        told = (work, size, Path(folder) / "meeting", faults, arguments)
+    WORK.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WORK) as folder:
+        told = (work, size, Path(folder).resolve() / "meeting", faults, arguments)
         together = start_processes(_take_part, told, size, join=False, daemon=True, start_method="forkserver")
         try:
             while not together.join(grace_period=GRACE_S):
@@ -137,16 +138,8 @@ def run_together(work: Callable[..., None], size: int, *arguments: Any) -> None:
             raise _cause(exit_codes, None if faults.empty() else faults.get()) from None
 
 
-def _end_with_parent() -> None:
-    """A killed parent ends nobody: the others would train on, and hold the checkpoint, beside the next run."""
-    parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
 def _take_part(rank: int, work: Callable[..., None], size: int, meeting: Path, faults: Any, arguments: Any) -> None:
-    Thread(target=_end_with_parent, daemon=True).start()
+    follow_parent()
     try:
         world = SharedWorld(rank, size, meeting)
         work(world, *arguments)
