@@ -66,11 +66,12 @@ def repro(
 
 
 @app.command()
-@in_project
 def profile(name: Annotated[str | None, typer.Argument(help="none: list them")] = None) -> None:
     """Merge the profile NAME into params.yaml, say what changed and what to type next; without NAME, list them."""
     from pipelines.profile import apply_profile, profile_lines
 
+    if name is not None:
+        paths.check_project()
     for line in profile_lines() if name is None else apply_profile(name):
         say(line)
 

@@ -19,7 +19,7 @@ from components.core.errors import UserError
 from components.core.files import read_json, write_json
 from components.core.host import host_card, resolve_threads, set_quiet_environment
 from components.core.params import Params, load_params
-from components.core.paths import ANSWERS, BACKBONE, DISTILLATION_REPORT, FEATURES, THROUGHPUT_REPORT
+from components.core.paths import ANSWERS, BACKBONE, DISTILLATION_REPORT, FEATURES, THROUGHPUT_REPORT, WORK
 from components.modeling.backbone import load_backbone
 from components.modeling.batches import batch_order
 from components.modeling.distillation_cost import capture_cost, distillation_cost
@@ -119,7 +119,8 @@ def run_throughput() -> None:
     backbone = load_backbone(BACKBONE, ATTENTION)
     sequences = load_training_sequences(pd.read_parquet(ANSWERS))
     head = new_head(params.head, backbone, sequences, params.train.seed).train()
-    with tempfile.TemporaryDirectory() as folder:  # no checkpoint is in it, and none is written
+    WORK.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WORK) as folder:  # no checkpoint is in it, and none is written
         document = measure(params, Trainer(head, backbone, sequences, params.train, Path(folder), World()))
     created = host_card("torch", "transformers").as_dict() | {"threads": threads, "precision": "float32"}
     document = {"created_with": created, **document}

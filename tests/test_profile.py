@@ -114,7 +114,7 @@ def test_profiles_are_listed_anywhere(
     ("name", "content", "told"),
     [
         ("fast", COMMITTED, "no profile 'fast'"),
-        ("full", None, "params.yaml is missing"),
+        ("full", None, "no project folder"),
         ("full", "a: [1", "not valid YAML"),
         ("full", COMMITTED.replace("epochs: 4", "epoch: 4"), "train.epoch"),
         ("full", COMMITTED.replace("tasks:\n", OWN_REWRITE), "with profile full"),
