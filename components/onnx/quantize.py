@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 from components.onnx.graphs import MICROSOFT, Nodes
 from components.onnx.products import Product, find_products
@@ -25,29 +24,51 @@ from components.onnx.products import Product, find_products
 LEVELS = 127  # codes of activations run from 1 to 255 around the code of zero: as far down as up
 ZERO_CODE = 128
 MIXED_CHANNELS = 64
+LOGITS = "logits"
 SMALLEST = 1e-30  # zeros are divided by this instead of by zero
 
 
 @dataclass(frozen=True)
+class Codes:
+    """How a weight is stored.
+
+    Attributes:
+        signed: as int8, which onnxruntime multiplies fastest on x86; else as uint8 around 128.
+        levels: codes run from -levels to levels around the code of zero.
+    """
+
+    signed: bool
+    levels: int
+
+    @property
+    def zero(self) -> np.int8 | np.uint8:
+        """The code of zero, in the type of the codes."""
+        return np.int8(0) if self.signed else np.uint8(ZERO_CODE)
+
+
+# Without VNNI, x86 adds two products of an unsigned and a signed code in 16 bits and saturates silently; 2 * 255 * 64
+# still fits. Unsigned weights take another kernel, without that step.
+UNSIGNED, SIGNED = Codes(signed=False, levels=127), Codes(signed=True, levels=64)
+
+
+@dataclass(frozen=True)
 class Precision:
-    """How weights are stored; activations are unsigned 8-bit codes in every precision.
+    """Which codes the weights get; activations are unsigned 8-bit codes in every precision.
 
     Attributes:
         name: what a manifest or a report calls it.
-        signed: weights as int8, which onnxruntime multiplies fastest on x86; else uint8 around 128.
-        levels: codes of weights run from -levels to levels. Without VNNI, x86 adds two products of an unsigned and a
-            signed code in 16 bits and saturates silently: signed weights stay within 64, because 2 * 255 * 64 still
-            fits. Unsigned weights take another kernel, without that step.
+        layers: weights inside the layers.
+        output: the output matrix, and with it a tied embedding: the eighth bit costs little there and saves argmaxes.
     """
 
     name: str
-    signed: bool
-    levels: int
+    layers: Codes
+    output: Codes
 
 
 PRECISIONS = {
     precision.name: precision
-    for precision in (Precision("int8", signed=False, levels=127), Precision("int8_fast", signed=True, levels=64))
+    for precision in (Precision("int8", UNSIGNED, UNSIGNED), Precision("int8_fast", SIGNED, UNSIGNED))
 }
 
 
@@ -123,22 +144,22 @@ class _Writer:
         weight, scales = self._store(product)
         if product.tied:
             weight = self.nodes.add("Transpose", weight, perm=[1, 0])
-        zeros = self._constant("zero", np.uint8(ZERO_CODE)), self._constant("weight_zero", self._weight_zero())
-        one = self._constant("one", np.float32(1))
-        inputs = (codes, weight, one, scales, *zeros)
+        zero = self._codes_of(product).zero
+        zeros = self._scalar("zero", np.uint8(ZERO_CODE)), self._scalar(f"zero_{zero.dtype}", zero)
+        inputs = (codes, weight, self._scalar("one", np.float32(1)), scales, *zeros)
         self.nodes.add(
             "Mul", self.nodes.add("MatMulIntegerToFloat", *inputs, domain=MICROSOFT), largest, output=product.output
         )
 
     def look_up(self, node: onnx.NodeProto) -> None:
         """Rows of the tied embedding, decoded from the codes that the output product reads."""
-        add, channels = self.nodes.add, len(self.products[node.input[0]].weight)
-        codes, scales = self._store(self.products[node.input[0]])
+        add, product = self.nodes.add, self.products[node.input[0]]
+        codes, scales = self._store(product)
         rows = add("Cast", add("Gather", codes, node.input[1]), to=TensorProto.FLOAT)
-        rows = add("Sub", rows, self._constant("weight_zero_float", np.float32(self._weight_zero())))
+        rows = add("Sub", rows, self._scalar("embedding_zero", np.float32(self._codes_of(product).zero)))
         scale = add("Unsqueeze", add("Gather", scales, node.input[1]), self._integers("last_axis", -1))
-        scale = add("Mul", scale, self._constant("levels", np.float32(LEVELS)))
-        add("Mul", self._mix(rows, channels), scale, output=node.output[0])
+        scale = add("Mul", scale, self._scalar("levels", np.float32(LEVELS)))
+        add("Mul", self._mix(rows, len(product.weight)), scale, output=node.output[0])
 
     def _encode(self, activation: str, channels: int) -> tuple[str, str]:
         """Unsigned codes [1, q, channels] of mixed activations, and the largest value of each row, [1, q, 1]."""
@@ -146,8 +167,8 @@ class _Writer:
             add, last_axis = self.nodes.add, self._integers("last_axis", -1)
             mixed = self._mix(activation, channels)
             largest = add("ReduceMax", add("Abs", mixed), last_axis, keepdims=1)
-            largest = add("Max", largest, self._constant("smallest", np.float32(SMALLEST)))
-            step, zero = self._constant("step", np.float32(1 / LEVELS)), self._constant("zero", np.uint8(ZERO_CODE))
+            largest = add("Max", largest, self._scalar("smallest", np.float32(SMALLEST)))
+            step, zero = self._scalar("step", np.float32(1 / LEVELS)), self._scalar("zero", np.uint8(ZERO_CODE))
             self.activations[activation] = add("QuantizeLinear", add("Div", mixed, largest), step, zero), largest
         return self.activations[activation]
 
@@ -155,17 +176,17 @@ class _Writer:
         """Names of the codes, [in, out] or for the embedding [out, in], and of the scales, [out]."""
         name = product.weight_name
         if name not in self.stored:
-            codes, scales = encode_weight(mix_rows(product.weight), self.precision.levels)
-            kind = np.int8 if self.precision.signed else np.uint8
-            codes = (codes.T if product.tied else codes) + int(self._weight_zero())
+            kind = self._codes_of(product)
+            codes, scales = encode_weight(mix_rows(product.weight), kind.levels)
+            codes = (codes.T if product.tied else codes) + int(kind.zero)
             self.stored[name] = (
-                self.nodes.constant(f"{name}.codes", codes.astype(kind)),
+                self.nodes.constant(f"{name}.codes", codes.astype(kind.zero.dtype)),
                 self.nodes.constant(f"{name}.scales", scales / np.float32(LEVELS)),
             )
         return self.stored[name]
 
-    def _weight_zero(self) -> np.integer[Any]:
-        return np.int8(0) if self.precision.signed else np.uint8(ZERO_CODE)
+    def _codes_of(self, product: Product) -> Codes:
+        return self.precision.output if product.output == LOGITS else self.precision.layers
 
     def _mix(self, rows: str, channels: int) -> str:
         """Mix neighbouring channels of [1, q, channels]; mixing twice gives the same rows again."""
@@ -179,7 +200,14 @@ class _Writer:
     def _integers(self, name: str, *values: int) -> str:
         return self._constant(name, np.array(values, dtype=np.int64))
 
-    def _constant(self, name: str, value: Any) -> str:
+    def _scalar(self, name: str, value: np.generic) -> str:
+        full = f"{self.nodes.prefix}/{name}"
+        if name not in self.shared:  # as a tensor without dimensions, which `Nodes.constant` would turn into a vector
+            self.nodes.initializers.append(numpy_helper.from_array(np.asarray(value), full))
+            self.shared[name] = full
+        return self.shared[name]
+
+    def _constant(self, name: str, value: NDArray[np.generic]) -> str:
         if name not in self.shared:
-            self.shared[name] = self.nodes.constant(name, np.asarray(value))
+            self.shared[name] = self.nodes.constant(name, value)
         return self.shared[name]
