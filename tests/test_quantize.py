@@ -21,7 +21,8 @@ from components.onnx.backbone_graph import EMBEDDING
 from components.onnx.graphs import MICROSOFT, default_opset, save_graph, version_limits
 from components.onnx.products import find_products, product_name
 from components.onnx.quantize import PRECISIONS, encode_weight, hadamard, mix_rows, mixed_together, quantize_backbone
-from components.onnx.runtime import OrtBackbone, check_interface, open_session
+from components.onnx.runtime import OrtBackbone
+from components.onnx.sessions import check_interface, open_session
 from components.onnx.smooth import smooth_backbone
 from helpers_bundle import random_head, tiny_bundle
 

@@ -48,11 +48,11 @@ HOMES = {
     "prefect": r"pipelines/.*",
     "prefect_dask": r"pipelines/.*",
     "prefect_ray": r"pipelines/.*",
-    "onnxruntime": r"components/onnx/(runtime|parity|backbone_graph)\.py",
+    "onnxruntime": r"components/onnx/(sessions|parity|backbone_graph)\.py",
     "onnxruntime_genai": r"components/onnx/backbone_graph\.py",
     "onnx": r"components/onnx/.*",
     "onnx_ir": r"components/onnx/.*",
-    "torch": r"components/(modeling|baselines|onnx(?!/runtime|/generation))/.*|pipelines/(stages/.*|compare|study)\.py",
+    "torch": r"components/(modeling|baselines|onnx(?!/runtime|/generation|/sessions|/ort_head))/.*|pipelines/(stages/.*|compare|study)\.py",
     "transformers": r"components/(modeling|baselines)/.*|components/onnx/(?!runtime|generation).*|pipelines/stages/.*",
     "accelerate": r"components/modeling/parallel_training\.py",
     "gguf": r"components/modeling/.*",
@@ -61,6 +61,7 @@ HOMES = {
 }
 
 # pydantic and yaml come with the manifest's schema (components/core); a phone's bundle of Python must hold them.
+DEVICE_GRAPHS = {f"components/onnx/{name}.py" for name in ("runtime", "ort_head", "sessions")}
 DEVICE_PACKAGES = {"numpy", "onnxruntime", "tokenizers", "pydantic", "yaml"}
 
 PLACES = r"(^|[^A-Za-z0-9_.-])/(w[o]rk|f[a]rm|h[o]me|r[o]ot|U[s]ers)/"
@@ -78,8 +79,7 @@ def device_modules() -> list[str]:
     return [
         name
         for name, path in project_modules().items()
-        if code(path) == "components/onnx/runtime.py"
-        or code(path).startswith(("components/decoding", "components/devices"))
+        if code(path) in DEVICE_GRAPHS or code(path).startswith(("components/decoding", "components/devices"))
     ]
 
 

@@ -24,7 +24,8 @@ from components.decoding.tree import Tree
 from components.devices.shared_rows import look_at_addresses
 from components.modeling.backbone import load_backbone
 from components.modeling.session import TorchBackbone
-from components.onnx.runtime import Bundle, open_bundle, share
+from components.onnx.runtime import Bundle, open_bundle
+from components.onnx.sessions import share
 from helpers_bundle import DRAFT_LENGTH, MAX_LENGTH, SLOTS, Oracle, random_head, tiny_bundle
 
 PROMPT = [7, 30, 41, 52, 63, 70, 81, 92]

@@ -1,91 +1,32 @@
-"""A bundle at work: onnxruntime sessions over one set of preallocated buffers.
+"""A bundle at work: the backbone over one set of preallocated buffers, and a bundle opened whole.
 
-Owns the KV buffers, the bindings and the sessions. It needs onnxruntime, numpy and tokenizers only, so it runs on a
-device as it runs here. It refuses bundles whose files or graph interfaces differ from the manifest. Its surprising
-decision: "past" and "present" of a layer are the same memory, and the head is bound to that memory too, so a KV row is
-written once and never copied; roll-back is a change of one number.
+Owns the KV buffers, the backbone's bindings, and who is put together with whom. It needs onnxruntime, numpy and
+tokenizers only, so it runs on a device as it runs here. It refuses bundles whose files or graph interfaces differ from
+the manifest. Its surprising decision: "past" and "present" of a layer are the same memory, and the head is bound to it
+too, so a KV row is written once and never copied; roll-back is a change of one number.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from components.core.errors import UserError
 from components.core.host import resolve_threads
-from components.core.manifest import Graph, Manifest, bundle_hash, check_files, read_manifest
+from components.core.manifest import Manifest, bundle_hash, check_files, read_manifest
 from components.onnx.loaded import Bundle
+from components.onnx.ort_head import OrtHead
+from components.onnx.sessions import check_interface, open_session, share
 
 __all__ = ["Bundle", "OrtBackbone", "OrtHead", "open_bundle"]
 
 TOKENIZER_FILE = "tokenizer.json"
-PROVIDERS = ["CPUExecutionProvider"]
-EXPORT_AGAIN = "run `mtp repro export`"
-
-
-def open_session(path: Path, threads: int) -> Any:
-    """An onnxruntime session with an explicit number of threads.
-
-    Args:
-        path: .onnx file.
-        threads: intra-op threads, at least 1.
-
-    Raises:
-        UserError: this onnxruntime cannot load the graph.
-    """
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    options.log_severity_level = 3
-    # Backbone and head have a thread pool each: one that spins after its run takes the cores from the other.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    try:
-        return ort.InferenceSession(str(path), options, providers=PROVIDERS)
-    except Exception as error:  # onnxruntime's own exceptions share no base class
-        raise UserError(
-            f"onnxruntime {ort.__version__} cannot load {path.name}", str(error)[:300], EXPORT_AGAIN
-        ) from error
-
-
-def check_interface(session: Any, graph: Graph) -> None:
-    """Compare names and shapes of a session with the manifest.
-
-    Raises:
-        UserError: names the first input or output that differs.
-    """
-    for kind, found, wanted in (
-        ("input", session.get_inputs(), graph.inputs),
-        ("output", session.get_outputs(), graph.outputs),
-    ):
-        seen = {(value.name, tuple(value.shape)) for value in found}
-        for tensor in wanted:
-            if (tensor.name, tensor.shape) not in seen:
-                raise UserError(
-                    f"{graph.file} does not have the {kind} that the manifest promises",
-                    f"no {tensor.name} of shape {list(tensor.shape)}",
-                    EXPORT_AGAIN,
-                )
-
-
-def share(array: NDArray[Any]) -> Any:
-    """An OrtValue over the memory of ``array``.
-
-    Raises:
-        RuntimeError: this onnxruntime made a copy.
-    """
-    value = ort.OrtValue.ortvalue_from_numpy(array)
-    if value.data_ptr() != array.ctypes.data:
-        raise RuntimeError(f"onnxruntime {ort.__version__} copies arrays into OrtValues; buffers cannot be shared")
-    return value
 
 
 class OrtBackbone:
@@ -217,64 +158,6 @@ class OrtBackbone:
         for name, value in self.values.items():
             binding.bind_ortvalue_input(name, value)
             binding.bind_ortvalue_output(name.replace("past_key_values.", "present."), value)
-        return binding
-
-
-class OrtHead:
-    """Implements :class:`components.decoding.drafting.StepDrafter`; reads the backbone's buffers where they lie.
-
-    A step's outputs are the next step's inputs, so there are two sets of output buffers, written in turn.
-
-    Attributes:
-        keys_values: by input name, what is bound as keys and values: the backbone's own OrtValues.
-    """
-
-    def __init__(self, session: Any, manifest: Manifest, backbone: OrtBackbone) -> None:
-        self._session, self._backbone = session, backbone
-        self._token = np.zeros((1, 1), dtype=np.int64)
-        self._valid_rows = np.zeros(1, dtype=np.int64)
-        self._outputs: list[dict[str, NDArray[Any]]] = [
-            {
-                "draft": np.zeros((1, 1), dtype=np.int64),
-                "probability": np.zeros((1, 1), dtype=np.float32),
-                "state": np.zeros((1, 1, manifest.backbone.hidden_size), dtype=np.float32),
-            }
-            for _ in range(2)
-        ]
-        self.keys_values: dict[str, Any] = {}
-        self._first = self._bind({"token": share(self._token)}, self._outputs[0])
-        self._later = [self._bind(self._inputs_from(1 - turn), self._outputs[turn]) for turn in range(2)]
-        for tensor in manifest.graphs["head"].inputs:
-            if tensor.name in backbone.values:
-                self.bind_rows(tensor.name, backbone.values[tensor.name])
-
-    def bind_rows(self, name: str, value: Any) -> None:
-        """Read keys or values ``name`` from the memory of ``value`` from now on."""
-        for binding in (self._first, *self._later):
-            binding.bind_ortvalue_input(name, value)
-        self.keys_values[name] = value
-
-    def drafts(self, token: int) -> Iterator[tuple[int, float]]:
-        """A round behind ``token``; the backbone must have processed everything before it, and nothing meanwhile."""
-        self._token[0, 0] = token
-        self._valid_rows[0] = self._backbone.length
-        self._first.bind_ortvalue_input("hidden", share(self._backbone.last_hidden))
-        for step in count():
-            turn = step % 2
-            self._session.run_with_iobinding(self._later[turn] if step else self._first)
-            made = self._outputs[turn]
-            yield int(made["draft"][0, 0]), float(made["probability"][0, 0])
-
-    def _inputs_from(self, turn: int) -> dict[str, Any]:
-        made = self._outputs[turn]
-        return {"token": share(made["draft"]), "hidden": share(made["state"])}
-
-    def _bind(self, inputs: dict[str, Any], outputs: dict[str, NDArray[Any]]) -> Any:
-        binding = self._session.io_binding()
-        for name, value in ({"valid_rows": share(self._valid_rows)} | inputs).items():
-            binding.bind_ortvalue_input(name, value)
-        for name, array in outputs.items():
-            binding.bind_ortvalue_output(name, share(array))
         return binding
 
 
