@@ -348,6 +348,20 @@ def test_eagle_forgets_rejected_rows(evaluator: LiveEvaluator, contenders: dict[
     assert decoded(session, used, prompt, evaluator) == decoded(session, used, prompt, evaluator) == truth
 
 
+def test_torch_goes_back_to_a_prompt_as_if_it_read_it_anew(evaluator: LiveEvaluator) -> None:
+    session, prompt = TorchBackbone(evaluator.session.backbone, 64), [9, 8, 7, 200, 31]
+    token = session.prefill(prompt)
+    hidden, logits = session.last_hidden.clone(), session.last_logits.clone()
+    following = session.verify([token, 5, 6])
+    session.keep(2)
+    assert (session.rewind(prompt), session.length) == (token, len(prompt))
+    assert torch.equal(session.last_hidden, hidden)
+    assert torch.equal(session.last_logits, logits)
+    assert session.verify([token, 5, 6]) == following
+    with pytest.raises(ValueError, match="prefilled last"):
+        session.rewind(prompt[1:])
+
+
 def test_eagle_refuses_rows_that_it_never_saw(evaluator: LiveEvaluator, contenders: dict[str, Contender]) -> None:
     trained = drafter(contenders[EAGLE])
     session = TorchBackbone(evaluator.session.backbone, 64)

@@ -53,6 +53,8 @@ class ScriptedBackbone:
         self.rows = self.prompt = len(tokens)
         return self.script[0]
 
+    rewind = prefill
+
     def verify(self, tokens: Sequence[int]) -> list[int]:
         assert self.tentative == 0, "the last pass was never settled with keep()"
         assert self.rows + len(tokens) <= self.max_length

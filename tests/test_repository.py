@@ -52,8 +52,10 @@ HOMES = {
     "onnxruntime_genai": r"components/onnx/backbone_graph\.py",
     "onnx": r"components/onnx/.*",
     "onnx_ir": r"components/onnx/.*",
-    "torch": r"components/(modeling|baselines|onnx(?!/runtime|/generation|/sessions|/ort_head))/.*|pipelines/(stages/.*|compare|study)\.py",
-    "transformers": r"components/(modeling|baselines)/.*|components/onnx/(?!runtime|generation).*|pipelines/stages/.*",
+    "torch": r"components/(modeling|baselines)/.*|components/onnx/(?!runtime|generation|sessions|ort_head).*"
+    r"|pipelines/(stages/.*|compare|study)\.py",
+    "transformers": r"components/(modeling|baselines)/.*|components/onnx/(?!runtime|generation|sessions|ort_head).*"
+    r"|pipelines/stages/.*",
     "accelerate": r"components/modeling/parallel_training\.py",
     "gguf": r"components/modeling/.*",
     "typer": r"pipelines/.*",

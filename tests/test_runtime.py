@@ -185,6 +185,23 @@ def test_rejected_rows_are_never_seen(bundle: Bundle) -> None:
     np.testing.assert_array_equal(side.last_logits, clean)
 
 
+def test_going_back_to_a_prompt_is_reading_it_anew(bundle: Bundle) -> None:
+    """After an answer, the prompt's end comes back with the bits of its choices, of its hidden state and its rows."""
+    side, reference = bundle.backbone, bundle.start_from_ids(PROMPT, empty_answer(bundle), bundle.drafter()).finish()
+    token = side.prefill(PROMPT)
+    hidden, logits = side.last_hidden.copy(), side.last_logits.copy()
+    rows = {name: array[:, :, : len(PROMPT)].copy() for name, array in side.buffers.items()}
+    again = bundle.start_from_ids(PROMPT, empty_answer(bundle), bundle.drafter(), rewind=True).finish()
+    assert [one.emitted for one in again.history] == [one.emitted for one in reference.history]
+    assert (side.rewind(PROMPT), side.length) == (token, len(PROMPT))
+    np.testing.assert_array_equal(side.last_hidden, hidden)
+    np.testing.assert_array_equal(side.last_logits, logits)
+    for name, array in side.buffers.items():
+        np.testing.assert_array_equal(array[:, :, : len(PROMPT)], rows[name])
+    with pytest.raises(ValueError, match="prefilled last"):
+        side.rewind(PROMPT[1:])
+
+
 @pytest.mark.parametrize("draft_length", [1, 2, 3, 6])
 def test_end_of_sequence_anywhere_in_a_run(bundle: Bundle, draft_length: int) -> None:
     free = greedy(bundle).tokens

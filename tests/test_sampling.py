@@ -46,6 +46,8 @@ class KnownBackbone:
         self.last_logits = self.after(tokens)[None]
         return int(self.last_logits[0].argmax())
 
+    rewind = prefill
+
     def verify(self, tokens: Sequence[int]) -> list[int]:
         assert not self.tentative, "the last pass was never settled with keep()"
         self.tentative = list(tokens)

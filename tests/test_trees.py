@@ -51,6 +51,8 @@ class KnownBackbone:
         self.tokens, self.branches = list(tokens), []
         return self._choose([list(tokens)])[0]
 
+    rewind = prefill
+
     def verify(self, tokens: Sequence[int]) -> list[int]:
         return self.verify_tree(tokens, range(len(tokens) - 1))
 
@@ -241,6 +243,8 @@ def test_trees_are_refused_by_name() -> None:
 
         def prefill(self, tokens: Sequence[int]) -> int:
             return 1
+
+        rewind = prefill
 
         def verify(self, tokens: Sequence[int]) -> list[int]:
             raise AssertionError("a tree is no path")

@@ -42,6 +42,9 @@ class Backbone(Protocol):
     def prefill(self, tokens: Sequence[int]) -> int:
         """Forget everything, process a prompt, keep all its rows; return the argmax after its last token."""
 
+    def rewind(self, tokens: Sequence[int]) -> int:
+        """As ``prefill`` of the very prompt that was prefilled last: its rows are still there, nothing is computed."""
+
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Process ``tokens`` after the valid rows; return the argmax after each of them."""
 
@@ -134,18 +137,20 @@ def decode_with_drafts(
     answer: Answer,
     draft_length: int,
     rule: Rule = GREEDY,
+    rewind: bool = False,
 ) -> Iterator[Round]:
     """Decode with drafts; under the greedy rule it emits the same tokens as :func:`decode_greedy`.
 
     Drafts are cut to the token budget (one place is the bonus token's) and to the rows left in the cache, so neither
-    limit is ever passed inside a round. Without a drafter a pass adds one token.
+    limit is ever passed inside a round. Without a drafter a pass adds one token. ``rewind`` goes back to the end of the
+    prompt that the backbone processed last, which must be this one, instead of processing it again.
 
     Raises:
         UserError: a tree of drafts, which this backbone cannot verify.
         ValueError: a tree of drafts under another rule than the greedy one.
     """
     context, settle = list(prompt), rule.begin()
-    best = [backbone.prefill(prompt)]
+    best = [backbone.rewind(prompt) if rewind else backbone.prefill(prompt)]
     (token,) = settle([], best, backbone.last_logits)
     answer.append(token)
     context.append(token)

@@ -1,8 +1,9 @@
 """Same tokens? Every answer of the bundle with drafts, against one-token-at-a-time greedy decoding of the same bundle.
 
 Owns the comparison inside a bundle; its rows are made as those of torch are. It refuses to report on a bundle that
-drafts nothing or has nothing accepted: that is broken wiring, not a slow release. Its surprising decision: both modes
-prefill anew for each prompt, so nothing that one leaves in the buffers can help the other.
+drafts nothing or has nothing accepted: that is broken wiring, not a slow release. Its surprising decision: a prompt is
+processed once, and every mode goes back to its end. A mode that damaged the prompt's rows would so spoil the next one's
+answer and be seen; `benchmark` is where each mode starts from nothing.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def check_prompt(bundle: Bundle, prompt: PromptRow) -> dict[str, Outcome]:
     judged = {}
     for mode, policy in bundle.manifest.policies.modes.items():
         drafted = bundle.start_from_ids(
-            ids, bundle.answer(prompt.task), bundle.drafter(policy), policy.longest
+            ids, bundle.answer(prompt.task), bundle.drafter(policy), policy.longest, rewind=True
         ).finish()
         judged[mode] = judge(prompt.prompt_id, prompt.task, ids, plain.answer.tokens, margins, drafted.history)
     return judged

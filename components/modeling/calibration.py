@@ -85,6 +85,8 @@ class Replay:
         self.length = len(tokens)
         return self.trace.answer[0]
 
+    rewind = prefill
+
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """What the answer goes on with."""
         self.widths.append(len(tokens))

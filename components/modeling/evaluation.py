@@ -45,7 +45,7 @@ def compare(prompt: Prompt, evaluator: LiveEvaluator, drafters: Mapping[str, Pol
     reference, margins = evaluator.plain(prompt)
     judged = {}
     for mode, drafter in drafters.items():
-        _, rounds = evaluator.drafted(prompt, drafter, drafter.policy.longest)
+        _, rounds = evaluator.drafted(prompt, drafter, drafter.policy.longest, rewind=True)
         judged[mode] = judge(prompt.prompt_id, prompt.task, prompt.prompt_ids, reference.tokens, margins, rounds)
     return judged
 

@@ -67,11 +67,11 @@ class LiveEvaluator:
         return PolicyDrafter(TorchHead(head, self.session), policy, self.session.backbone.card.eos_ids)
 
     def drafted(
-        self, prompt: Prompt, drafter: Drafter, draft_length: int, rule: Rule = GREEDY
+        self, prompt: Prompt, drafter: Drafter, draft_length: int, rule: Rule = GREEDY, rewind: bool = False
     ) -> tuple[Answer, list[Round]]:
-        """Decode with drafts."""
+        """Decode with drafts; ``rewind`` as the loop has it."""
         answer = self.new_answer(prompt)
-        rounds = decode_with_drafts(self.session, drafter, prompt.prompt_ids, answer, draft_length, rule)
+        rounds = decode_with_drafts(self.session, drafter, prompt.prompt_ids, answer, draft_length, rule, rewind)
         return answer, list(rounds)
 
     def plain(self, prompt: Prompt) -> tuple[Answer, list[float]]:

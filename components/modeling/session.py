@@ -61,6 +61,7 @@ class TorchBackbone:
         self.hidden = torch.empty(0)
         self.last_logits = torch.empty(0)
         self._length = 0
+        self._prompt: tuple[tuple[int, ...], Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:
@@ -93,6 +94,22 @@ class TorchBackbone:
         self._forward(tokens)
         self.last_logits = self._logits(self.hidden[0, -1:])
         self.keep(len(tokens))
+        self._prompt = tuple(tokens), self.hidden, self.last_logits
+        return int(self.last_logits[0].argmax())
+
+    def rewind(self, tokens: Sequence[int]) -> int:
+        """Back to the end of the prompt that was prefilled last.
+
+        Raises:
+            ValueError: it was another prompt.
+        """
+        if self._prompt is None or self._prompt[0] != tuple(tokens):
+            raise ValueError("only the prompt that was prefilled last can be gone back to")
+        _, self.hidden, self.last_logits = self._prompt
+        rows = cached_rows(self.cache, 0)[0].shape[2]
+        if rows > len(tokens):
+            self.cache.crop(len(tokens) - rows)
+        self._length = len(tokens)
         return int(self.last_logits[0].argmax())
 
     @torch.inference_mode()

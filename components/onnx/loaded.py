@@ -103,8 +103,9 @@ class Bundle:
         drafter: Drafter | None,
         draft_length: int | None = None,
         rule: Rule = GREEDY,
+        rewind: bool = False,
     ) -> Generation:
-        """Begin an answer to token ids, with any drafter, or plainly with none.
+        """Begin an answer to token ids, with any drafter, or plainly with none; ``rewind`` as the loop has it.
 
         Raises:
             UserError: prompt and token budget do not fit into the buffers together.
@@ -113,7 +114,7 @@ class Bundle:
         self._generations += 1
         mine = self._generations
         length = draft_length or self.manifest.policies.policy.longest
-        source = decode_with_drafts(self.backbone, drafter, prompt, answer, length, rule)
+        source = decode_with_drafts(self.backbone, drafter, prompt, answer, length, rule, rewind)
         return Generation(prompt, answer, source, lambda: self._generations == mine)
 
     def complete(self, task: str, slots: Mapping[str, str], draft: bool = True, rule: Rule = GREEDY) -> Generation:

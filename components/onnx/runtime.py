@@ -64,6 +64,7 @@ class OrtBackbone:
         self._vocab_size = card.vocab_size
         self._bindings: dict[int, Any] = {}
         self._last_row = 0
+        self._prompt: tuple[tuple[int, ...], NDArray[np.float32], NDArray[np.float32]] | None = None
         self.last_logits: NDArray[np.float32] = np.zeros((0, card.vocab_size), dtype=np.float32)
 
     @property
@@ -105,6 +106,20 @@ class OrtBackbone:
         self._run(binding, tokens, first_logit=len(tokens) - 1)
         self.last_logits = self._logits_of(1)[0]
         self.keep(len(tokens))
+        self._prompt = tuple(tokens), self.last_hidden.copy(), self.last_logits.copy()
+        return int(self.last_logits[0].argmax())
+
+    def rewind(self, tokens: Sequence[int]) -> int:
+        """Back to the end of the prompt that was prefilled last: rows before it are never written, so they still stand.
+
+        Raises:
+            ValueError: it was another prompt.
+        """
+        if self._prompt is None or self._prompt[0] != tuple(tokens):
+            raise ValueError("only the prompt that was prefilled last can be gone back to")
+        _, hidden, self.last_logits = self._prompt
+        self._length, self._last_row = len(tokens), 0
+        self._hidden[:, :1] = hidden
         return int(self.last_logits[0].argmax())
 
     def verify(self, tokens: Sequence[int]) -> list[int]:
