@@ -1,7 +1,8 @@
 """The one table of results, read from the evidence files.
 
 Owns the choice of columns and their source: exactness and acceptance come from verification.json, speeds, echo rate
-and the prompt-lookup baseline from benchmark/local.json, both measured on the final bundle. It refuses to fill a gap:
+and the prompt-lookup baseline from benchmark/local.json, both measured on the final bundle; tree drafting, which the
+bundle cannot do, from evaluation.json. It refuses to fill a gap:
 what was not measured is shown as `-`. Its surprising decision: it computes nothing, so a figure here is the figure in
 the file.
 """
@@ -44,6 +45,7 @@ COLUMNS = (
     Column("extra tokens", "verification", "extra_tokens_per_pass", "{:.2f}", with_interval=True),
     Column("head only", "verification", "head_extra_tokens_per_pass", "{:.2f}"),
     Column("at most", "verification", "most_tokens_extra_tokens_per_pass", "{:.2f}"),
+    Column("trees", "evaluation", "tree_extra_tokens_per_pass", "{:.2f}"),
     Column("alone tok/s", "benchmark", "greedy_tokens_per_s", "{:.1f}"),
     Column("drafted tok/s", "benchmark", "mtp_tokens_per_s", "{:.1f}"),
     Column("speed-up", "benchmark", "speedup", "{:.2f}x", with_interval=True),
@@ -80,15 +82,17 @@ def load_report() -> Report:
     """
     verification = _document(paths.VERIFICATION_REPORT)
     benchmark = _document(paths.BENCHMARK_REPORT)
+    evaluation = _document(paths.EVALUATION_REPORT)
     gate = _document(paths.GATE_REPORT)
     if not verification and not benchmark:
         raise UserError("there are no results yet", f"nothing in {paths.REPORTS}", "run `mtp repro`")
-    documents = {"verification": verification, "benchmark": benchmark}
+    documents = {"verification": verification, "evaluation": evaluation, "benchmark": benchmark}
     names = dict.fromkeys(row["task"] for document in documents.values() for row in document.get("tasks", ()))
     rows = [_cells(name, {kind: _row(document, name) for kind, document in documents.items()}) for name in names]
     rows.append(_cells(OVERALL, {kind: document.get("overall", {}) for kind, document in documents.items()}))
     notes = [
         _note("exactness and acceptance", paths.VERIFICATION_REPORT, verification),
+        _note("trees, in torch", paths.EVALUATION_REPORT, evaluation),
         _note("speed, echo and lookup", paths.BENCHMARK_REPORT, benchmark),
     ]
     refused = [rule for rule in gate.get("rules", ()) if not rule.get("passed")]

@@ -33,7 +33,7 @@ from components.baselines.standalone import StandaloneDrafter, new_standalone
 from components.baselines.training import Fitted, fit, fit_once, supervised_tokens
 from components.baselines.ways import ADAPTIVE, JACOBI, LOOKUP, MIXED, MTP, RELAXED, TREE
 from components.core import paths
-from components.core.config import Compare, Drafting, Head, Standalone, Train
+from components.core.config import Branching, Compare, Drafting, Head, Standalone, Train
 from components.core.files import write_json
 from components.core.manifest import DraftPolicy, Policies, TaskPrompt
 from components.core.params import load_params
@@ -70,10 +70,7 @@ COMPARE = Compare(
     standalone=SHAPE,
     finetune_epochs=10,
     medusa_blocks=2,
-    tree_nodes=7,
-    tree_depth=3,
-    tree_branches=3,
-    tree_least=0.0,
+    tree=Branching(nodes=7, depth=3, branches=3, least=0.0, copied=0, lookup_ngram=2),
     jacobi_drafts=4,
     jacobi_ngram=3,
     relaxed_margin=2.0,
@@ -606,8 +603,9 @@ def test_only_what_weights_are_made_from_names_their_folder() -> None:
     def folder(**changes: Any) -> Path:
         return compare.work_folder(params.model_copy(update=changes))
 
+    tree = COMPARE.tree.model_copy(update={"nodes": 3})
     contest = COMPARE.model_copy(
-        update={"tree_nodes": 3, "jacobi_drafts": 2, "relaxed_margin": 9.0, "prompts_per_task": 7, "timing_repeats": 1}
+        update={"tree": tree, "jacobi_drafts": 2, "relaxed_margin": 9.0, "prompts_per_task": 7, "timing_repeats": 1}
     )
     shapes = [COMPARE.model_copy(update=one) for one in ({"medusa_blocks": 5}, {"seed": 4}, {"finetune_epochs": 1})]
     other, before = folder(train=params.train.model_copy(update={"epochs": 3})), folder()

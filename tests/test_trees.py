@@ -320,6 +320,20 @@ def test_a_tree_keeps_to_its_limit_and_drafts_nothing_behind_the_end() -> None:
     assert path.is_path and len(path) == 4
 
 
+def test_what_the_text_repeats_is_one_more_branch() -> None:
+    """It shares the drafts that the head made too, stops behind the end, and keeps to the limit."""
+    context, ends = [3, 1, 4, 1, 5, 2, 3, 1], (2,)
+    plain = TreeDrafter(TableHead(3, 1.0), Shape(4, 2, 2), ends).propose(context, 99)
+    mixed = TreeDrafter(TableHead(3, 1.0), Shape(4, 2, 2, copied=5, lookup_ngram=2), ends)
+    tree = mixed.propose(context, 99)
+    assert (tree.tokens[:4], tree.parents[:4]) == (plain.tokens, plain.parents)
+    chains = [[tree.tokens[row - 1] for row in lineage[1:]] for lineage in lineages(tree.parents)]
+    assert [4, 1, 5, 2] in chains, "what followed `3 1` before, up to the end of sequence"
+    assert len({tuple(chain) for chain in chains}) == len(chains), "no draft stands twice"
+    assert [len(mixed.propose(context, limit)) for limit in (1, 4, 5)] == [1, 4, 5]
+    assert mixed.propose([5, 3, 1], 99) == TreeDrafter(TableHead(3, 1.0), Shape(4, 2, 2), ends).propose([5, 3, 1], 99)
+
+
 # --- Jacobi -----------------------------------------------------------------------------------------------------------
 
 

@@ -55,13 +55,13 @@ class Ways:
             known: parameters, weights and copied rows, the same for all.
         """
         settings, fixed, length = self.compare, self.fixed, self.draft_length
-        shape = Shape(settings.tree_nodes, settings.tree_depth, settings.tree_branches, settings.tree_least)
+        shape = Shape(**settings.tree.model_dump())
         tree = TreeDrafter(self.head, shape, self.eos_ids)
         margin = settings.relaxed_margin
         relaxed = f"the head; drafts stand up to {margin:g} logits below the best: changes the text"
         return [
             self._headed(MTP, "the head: reads the backbone's keys and values", fixed, length, **known, drafter=fixed),
-            self._headed(TREE, "the head; a tree for each pass", tree, shape.nodes, **known, drafter=tree),
+            self._headed(TREE, "the head; a tree for each pass", tree, shape.drafts, **known, drafter=tree),
             self._by_policy(ADAPTIVE, "the head; stops when unsure", HEAD, known),
             self._by_policy(MIXED, "the head; stops when unsure, copies what occurred before", HYBRID, known),
             self._headed(RELAXED, relaxed, fixed, length, Relaxed(margin), **known, exact=False),

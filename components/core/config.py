@@ -200,10 +200,22 @@ class Drafting(Strict):
         return self
 
 
+class Branching(Strict):
+    """A tree of drafts for one pass; only torch verifies trees so far."""
+
+    nodes: Positive = Field(description="drafts of the head in a tree at most")
+    depth: Positive = Field(description="of them in one chain at most")
+    branches: Positive = Field(description="of them behind one node at most")
+    least: Share = Field(description="chains that are less likely are left out; 0 always fills the tree")
+    copied: Annotated[int, Field(ge=0)] = Field(description="drafts of prompt lookup on top, as one more branch")
+    lookup_ngram: Positive = Field(description="last tokens that must have occurred before for that")
+
+
 class Evaluate(Strict):
     """Live evaluation of the head with torch on the test split."""
 
     prompts_per_task: Positive
+    tree: Branching = Field(description="of mode `tree`, the exact mode that emits most")
     seed: int
     bootstrap_samples: Positive
 
@@ -241,10 +253,7 @@ class Compare(Strict):
     standalone: Standalone
     finetune_epochs: Positive = Field(description="more epochs of the standalone drafter, on one task's answers each")
     medusa_blocks: Positive = Field(description="residual blocks in each of the K towers")
-    tree_nodes: Annotated[int, Field(ge=1, le=7)] = Field(description="drafts of a tree at most; a pass has a row more")
-    tree_depth: Annotated[int, Field(ge=1, le=7)] = Field(description="drafts in one chain of a tree at most")
-    tree_branches: Positive = Field(description="drafts behind one node of a tree at most")
-    tree_least: Share = Field(description="chains that are less likely are left out of a tree; 0 always fills it")
+    tree: Branching = Field(description="of contender `mtp_tree`")
     jacobi_drafts: Annotated[int, Field(ge=1, le=7)] = Field(description="drafts of a round in Jacobi decoding")
     jacobi_ngram: Annotated[int, Field(ge=2)] = Field(description="tokens of the longest run kept from earlier passes")
     relaxed_margin: Annotated[float, Field(gt=0)] = Field(description="logits below the best that a draft may lie")

@@ -1,4 +1,4 @@
-"""Tree drafting: the likeliest few continuations of the head, all for one pass of the backbone.
+"""Tree drafting: the likeliest few continuations of the head, and what the text repeats, all for one pass.
 
 Owns which drafts make up the tree. Nodes are chosen by the probability of their whole chain, as in EAGLE-2 (arXiv
 2406.16858). It refuses nothing: any tree gives the same text. Its surprising decision: the head runs once per level
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from components.decoding.lookup import PromptLookup, until_end
 from components.decoding.tree import Tree
 
 
@@ -37,12 +38,21 @@ class Shape:
         depth: drafts in a chain at most, and runs of the head in a round.
         branches: drafts behind one node at most.
         least: chains that are less likely than this are left out; 0 always fills the tree.
+        copied: drafts of prompt lookup that may come on top, as one more branch.
+        lookup_ngram: last tokens that must have occurred before for that.
     """
 
     nodes: int
     depth: int
     branches: int
     least: float = 0.0
+    copied: int = 0
+    lookup_ngram: int = 2
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of a round at most."""
+        return self.nodes + self.copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +76,15 @@ class TreeDrafter:
 
     def __init__(self, head: TreeHead, shape: Shape, eos_ids: Sequence[int]) -> None:
         self.head, self.shape, self.eos_ids = head, shape, frozenset(eos_ids)
+        self.lookup = PromptLookup(shape.lookup_ngram, shortest_ngram=shape.lookup_ngram)
 
     def propose(self, tokens: Sequence[int], limit: int) -> Tree:
         """A tree of at most ``limit`` drafts after ``tokens``, however they branch."""
+        tree, room = self._grow(tokens, limit), min(limit, self.shape.drafts)
+        copied = self.lookup.propose(tokens, min(limit, self.shape.copied)) if self.shape.copied else []
+        return tree.with_path(until_end(copied, self.eos_ids), room)
+
+    def _grow(self, tokens: Sequence[int], limit: int) -> Tree:
         root, nodes = Node(tokens[-1], 1.0, self.head.first_state), list[Node]()
         level, room = [root], min(limit, self.shape.nodes)
         for _ in range(min(self.shape.depth, room)):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from components.core.manifest import DraftPolicy
-from components.decoding.lookup import PromptLookup
+from components.decoding.lookup import PromptLookup, until_end
 
 
 class StepDrafter(Protocol):
@@ -57,5 +57,4 @@ class PolicyDrafter:
 
     def _copied(self, context: Sequence[int], limit: int) -> list[int]:
         copied = self.lookup.propose(context, limit) if self.policy.lookup_ngram else []
-        ends = [at + 1 for at, token in enumerate(copied) if token in self.eos_ids]
-        return copied[: ends[0]] if ends else copied
+        return until_end(copied, self.eos_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 class PromptLookup:
@@ -33,3 +33,9 @@ class PromptLookup:
             if longest:
                 return longest
         return []
+
+
+def until_end(drafts: Sequence[int], eos_ids: Collection[int]) -> list[int]:
+    """``drafts`` up to the first end of sequence, that one included."""
+    ends = [at + 1 for at, token in enumerate(drafts) if token in eos_ids]
+    return list(drafts[: ends[0]] if ends else drafts)

@@ -46,6 +46,19 @@ class Tree:
         """Whether every draft follows the one before it."""
         return self.parents == tuple(range(len(self.parents)))
 
+    def with_path(self, drafts: Sequence[int], limit: int) -> Tree:
+        """This tree and, from its root on, the path ``drafts``: what of it is not there yet, up to ``limit`` in all."""
+        tokens, parents, at = list(self.tokens), list(self.parents), 0
+        for draft in drafts:
+            known = [row for row, edge in enumerate(zip(tokens, parents, strict=True), start=1) if edge == (draft, at)]
+            if not known and len(tokens) == limit:
+                break
+            if not known:
+                tokens.append(draft)
+                parents.append(at)
+            at = known[0] if known else len(tokens)
+        return Tree(tuple(tokens), tuple(parents))
+
     def branch(self, best: Sequence[int]) -> list[int]:
         """Rows that are judged: the newest token, the drafts that ``best`` leads through, the first one it refuses.
 

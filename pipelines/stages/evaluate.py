@@ -10,9 +10,10 @@ from components.core.paths import BACKBONE, EVALUATION_REPORT, HEAD, POLICY, PRO
 from components.core.progress import Progress
 from components.data.table import read_prompts, read_templates
 from components.decoding.bootstrap import Bootstrap
+from components.decoding.branching import Shape
 from components.decoding.comparison import check_wiring
 from components.decoding.outcomes import Outcome, mode_lines, mode_rows, total_acceptance
-from components.modeling.evaluation import compare_prompts
+from components.modeling.evaluation import TREE, compare_prompts
 from pipelines.stages.common import stage_params
 
 
@@ -25,21 +26,23 @@ def main() -> None:
     tasks = list(read_templates(TEMPLATES))
     chosen = [p for task in tasks for p in [q for q in test if q.task == task][: settings.prompts_per_task]]
     progress, results = Progress("evaluate", len(chosen), "prompts"), {}
-    compared = compare_prompts(chosen, BACKBONE, HEAD, TEMPLATES, params.runtime.max_length, policies, allowed_cores())
+    rows, shape = params.runtime.max_length, Shape(**settings.tree.model_dump())
+    compared = compare_prompts(chosen, BACKBONE, HEAD, TEMPLATES, rows, policies, shape, allowed_cores())
     for outcomes in compared:
         results[outcomes[policies.default].prompt_id] = outcomes
         progress.advance()
     by_mode: dict[str, list[Outcome]] = {
-        mode: [results[prompt.prompt_id][mode] for prompt in chosen] for mode in policies.modes
+        mode: [results[prompt.prompt_id][mode] for prompt in chosen] for mode in (*policies.modes, TREE)
     }
     for mode, of_mode in by_mode.items():
         total = total_acceptance(of_mode)
         check_wiring(total, total.drafted, f"evaluation, mode {mode}")
-    rows = mode_rows(by_mode, policies.default, Bootstrap(settings.bootstrap_samples, settings.seed))
+    figures = mode_rows(by_mode, policies.default, Bootstrap(settings.bootstrap_samples, settings.seed))
     numerics = {"threads": 1, "precision": "float32", "runtime": "torch", "policies": policies.model_dump()}
+    numerics |= {"tree": settings.tree.model_dump()}
     created = host_card("torch", "transformers").as_dict() | numerics
-    write_json(EVALUATION_REPORT, {"created_with": created, **rows})
-    print(f"evaluate: {mode_lines(rows)} in torch")
+    write_json(EVALUATION_REPORT, {"created_with": created, **figures})
+    print(f"evaluate: {mode_lines(figures)} in torch")
 
 
 if __name__ == "__main__":
