@@ -86,11 +86,13 @@ def test_full_changes_what_it_names_and_keeps_every_other_line(params_file: Path
     profile = yaml.safe_load((PROFILES / "full.yaml").read_text(encoding="utf-8"))
     assert yaml.safe_load(after) == merged_values(yaml.safe_load(COMMITTED), profile)
     assert set(load_params().tasks) == {*yaml.safe_load(COMMITTED)["tasks"], "rewrite", "long_summary"}
-    assert "train.epochs: 4 -> 5" in lines
+    rows = yaml.safe_load(COMMITTED)["runtime"]["max_length"], profile["runtime"]["max_length"]
+    assert "runtime.max_length: {} -> {}".format(*rows) in lines
     assert any(line.startswith("tasks.rewrite: not there -> {") for line in lines)
-    assert len(lines) == 8 and "git checkout params.yaml" in lines[-1] and "make repro" in lines[-1]
+    assert "git checkout params.yaml" in lines[-1] and "make repro" in lines[-1]
     gone = [line for line in difflib.ndiff(COMMITTED.splitlines(), after.splitlines()) if line.startswith("- ")]
-    assert len(gone) == 5, "one line for each number that differs"
+    numbers = [line for line in lines[:-1] if "not there" not in line]
+    assert len(gone) == len(numbers) > 3, "one line for each number that differs"
 
 
 def test_a_second_time_changes_nothing(params_file: Path) -> None:
@@ -116,7 +118,7 @@ def test_profiles_are_listed_anywhere(
         ("fast", COMMITTED, "no profile 'fast'"),
         ("full", None, "no project folder"),
         ("full", "a: [1", "not valid YAML"),
-        ("full", COMMITTED.replace("epochs: 4", "epoch: 4"), "train.epoch"),
+        ("full", COMMITTED.replace("epochs:", "epoch:"), "train.epoch"),
         ("full", COMMITTED.replace("tasks:\n", OWN_REWRITE), "with profile full"),
     ],
 )
