@@ -102,8 +102,9 @@ class RandomTrees:
     def propose(self, tokens: Sequence[int], limit: int) -> Tree:
         drafts, parents, depths = list[int](), list[int](), [0]
         at = len(tokens) - self.prompt
-        for row in range(int(self.generator.integers(0, limit + 1))):
-            parents.append(int(self.generator.integers(0, row + 1)))
+        for _ in range(int(self.generator.integers(0, 2 * limit + 1))):
+            early = [row for row, depth in enumerate(depths) if depth < limit]
+            parents.append(int(self.generator.choice(early)))
             depths.append(depths[parents[-1]] + 1)
             right = self.generator.random() < self.right
             place = at + depths[-1] - 1
@@ -186,7 +187,7 @@ def test_no_tree_changes_the_tokens(
     assert answer == plain(rule, prompt)
     assert len(answer.tokens) <= tokens
     widths = [1 + len(one.drafted) + one.aside for one in rounds[1:]]
-    assert widths == backbone.widths and all(width <= limit + 1 for width in widths)
+    assert widths == backbone.widths and all(width <= 2 * limit + 1 for width in widths)
     counts = count_rounds(rounds)
     assert counts.drafted == sum(widths) - len(widths)
     assert sum(counts.accepted) == sum(one.accepted for one in rounds)
@@ -312,8 +313,9 @@ def test_level_by_level_finds_the_tree_of_best_first_search(
 
 def test_a_tree_keeps_to_its_limit_and_drafts_nothing_behind_the_end() -> None:
     head = TableHead(3, 1.0)
-    drafter = TreeDrafter(head, Shape(7, 4, 3), ())
-    assert [len(drafter.propose([2], limit)) for limit in (1, 3, 5, 9)] == [1, 3, 5, 7]
+    trees = [TreeDrafter(head, Shape(30, 4, 2), ()).propose([2], limit) for limit in (1, 2, 3, 9)]
+    assert [max(map(len, lineages(tree.parents))) - 1 for tree in trees] == [1, 2, 3, 4], "chains, not drafts, are cut"
+    assert [len(tree) for tree in trees] == [2, 6, 14, 30]
     ended = TreeDrafter(head, Shape(7, 4, 3), range(VOCABULARY)).propose([2], 7)
     assert ended.parents == (0, 0, 0), "every first draft ends the answer"
     path = TreeDrafter(head, Shape(4, 4, 1), ()).propose([2], 7)
@@ -330,7 +332,9 @@ def test_what_the_text_repeats_is_one_more_branch() -> None:
     chains = [[tree.tokens[row - 1] for row in lineage[1:]] for lineage in lineages(tree.parents)]
     assert [4, 1, 5, 2] in chains, "what followed `3 1` before, up to the end of sequence"
     assert len({tuple(chain) for chain in chains}) == len(chains), "no draft stands twice"
-    assert [len(mixed.propose(context, limit)) for limit in (1, 4, 5)] == [1, 4, 5]
+    short = mixed.propose(context, 1)
+    assert set(short.parents) == {0} and 4 in short.tokens, "one draft a chain, the copied one among them"
+    assert tree.first(5) == Tree(tree.tokens[:5], tree.parents[:5])
     assert mixed.propose([5, 3, 1], 99) == TreeDrafter(TableHead(3, 1.0), Shape(4, 2, 2), ends).propose([5, 3, 1], 99)
 
 

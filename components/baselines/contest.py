@@ -56,7 +56,7 @@ class Contender:
         name: row in the report.
         about: one line for people.
         contestant: answers prompts.
-        draft_length: drafts of a round at most.
+        draft_length: drafts in a chain at most; a tree has more.
         exact: whether it promises the plain text; relaxed acceptance does not.
         parameters: trained numbers.
         weights: tensors that must be resident beside the backbone's own.

@@ -61,7 +61,7 @@ class Ways:
         relaxed = f"the head; drafts stand up to {margin:g} logits below the best: changes the text"
         return [
             self._headed(MTP, "the head: reads the backbone's keys and values", fixed, length, **known, drafter=fixed),
-            self._headed(TREE, "the head; a tree for each pass", tree, shape.drafts, **known, drafter=tree),
+            self._headed(TREE, "the head; a tree for each pass", tree, shape.longest, **known, drafter=tree),
             self._by_policy(ADAPTIVE, "the head; stops when unsure", HEAD, known),
             self._by_policy(MIXED, "the head; stops when unsure, copies what occurred before", HYBRID, known),
             self._headed(RELAXED, relaxed, fixed, length, Relaxed(margin), **known, exact=False),

@@ -215,7 +215,7 @@ class Evaluate(Strict):
     """Live evaluation of the head with torch on the test split."""
 
     prompts_per_task: Positive
-    tree: Branching = Field(description="of mode `tree`, the exact mode that emits most")
+    tree: Branching = Field(description="of mode `tree`, for targets where a wide pass costs little")
     seed: int
     bootstrap_samples: Positive
 

@@ -50,9 +50,9 @@ class Shape:
     lookup_ngram: int = 2
 
     @property
-    def drafts(self) -> int:
-        """Drafts of a round at most."""
-        return self.nodes + self.copied
+    def longest(self) -> int:
+        """Drafts in one chain at most."""
+        return max(self.depth, self.copied)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,18 +79,17 @@ class TreeDrafter:
         self.lookup = PromptLookup(shape.lookup_ngram, shortest_ngram=shape.lookup_ngram)
 
     def propose(self, tokens: Sequence[int], limit: int) -> Tree:
-        """A tree of at most ``limit`` drafts after ``tokens``, however they branch."""
-        tree, room = self._grow(tokens, limit), min(limit, self.shape.drafts)
+        """A tree after ``tokens`` with at most ``limit`` drafts in a chain."""
         copied = self.lookup.propose(tokens, min(limit, self.shape.copied)) if self.shape.copied else []
-        return tree.with_path(until_end(copied, self.eos_ids), room)
+        return self._grow(tokens, min(limit, self.shape.depth)).with_path(until_end(copied, self.eos_ids))
 
-    def _grow(self, tokens: Sequence[int], limit: int) -> Tree:
+    def _grow(self, tokens: Sequence[int], depth: int) -> Tree:
         root, nodes = Node(tokens[-1], 1.0, self.head.first_state), list[Node]()
-        level, room = [root], min(limit, self.shape.nodes)
-        for _ in range(min(self.shape.depth, room)):
+        level = [root]
+        for _ in range(depth):
             grown = self._children(level)
             # A stable order: where a chain is certain, parent and child are equally likely, and the parent is first.
-            nodes = sorted([*nodes, *grown], key=lambda node: node.joint, reverse=True)[:room]
+            nodes = sorted([*nodes, *grown], key=lambda node: node.joint, reverse=True)[: self.shape.nodes]
             level = [node for node in nodes if node in grown and node.token not in self.eos_ids]
             if not level:
                 break

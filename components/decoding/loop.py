@@ -67,7 +67,7 @@ class Drafter(Protocol):
     """Something that guesses the next tokens."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Sequence[int] | Tree:
-        """Guess what follows ``tokens`` (prompt and answer so far): ``limit`` drafts at most, a path or a tree."""
+        """Guess what follows ``tokens`` (prompt and answer so far): a path or a tree; a chain has ``limit`` at most."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,10 @@ def decode_with_drafts(
 ) -> Iterator[Round]:
     """Decode with drafts; under the greedy rule it emits the same tokens as :func:`decode_greedy`.
 
-    Drafts are cut to the token budget (one place is the bonus token's) and to the rows left in the cache, so neither
-    limit is ever passed inside a round. Without a drafter a pass adds one token. ``rewind`` goes back to the end of the
-    prompt that the backbone processed last, which must be this one, instead of processing it again.
+    Chains of drafts are cut to the token budget (one place is the bonus token's), all drafts to the rows left in the
+    cache, so neither limit is ever passed inside a round. Without a drafter a pass adds one token. ``rewind`` goes
+    back to the end of the prompt that the backbone processed last, which must be this one, instead of processing it
+    again.
 
     Raises:
         UserError: a tree of drafts, which this backbone cannot verify.
@@ -156,8 +157,10 @@ def decode_with_drafts(
     context.append(token)
     yield Round((token,), (), 0)
     while not answer.done:
-        limit = min(draft_length, answer.remaining - 1, backbone.max_length - backbone.length - 1)
+        room = backbone.max_length - backbone.length - 1
+        limit = min(draft_length, answer.remaining - 1, room)
         drafts = drafter.propose(context, limit) if drafter is not None and limit > 0 else []
+        drafts = drafts.first(room) if isinstance(drafts, Tree) else drafts
         judged, best = _verify(backbone, context[-1], drafts, settle)
         run = settle(judged, best, backbone.last_logits)
         backbone.keep(len(run))

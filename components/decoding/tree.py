@@ -46,13 +46,15 @@ class Tree:
         """Whether every draft follows the one before it."""
         return self.parents == tuple(range(len(self.parents)))
 
-    def with_path(self, drafts: Sequence[int], limit: int) -> Tree:
-        """This tree and, from its root on, the path ``drafts``: what of it is not there yet, up to ``limit`` in all."""
+    def first(self, count: int) -> Tree:
+        """The first ``count`` drafts, which are a tree too: a parent stands before its children."""
+        return Tree(self.tokens[:count], self.parents[:count])
+
+    def with_path(self, drafts: Sequence[int]) -> Tree:
+        """This tree and, from its root on, the path ``drafts``, as far as it is not there yet."""
         tokens, parents, at = list(self.tokens), list(self.parents), 0
         for draft in drafts:
             known = [row for row, edge in enumerate(zip(tokens, parents, strict=True), start=1) if edge == (draft, at)]
-            if not known and len(tokens) == limit:
-                break
             if not known:
                 tokens.append(draft)
                 parents.append(at)

@@ -2,8 +2,7 @@
 
 Owns the comparison inside a bundle; its rows are made as those of torch are. It refuses to report on a bundle that
 drafts nothing or has nothing accepted: that is broken wiring, not a slow release. Its surprising decision: a prompt is
-processed once, and every mode goes back to its end. A mode that damaged the prompt's rows would so spoil the next one's
-answer and be seen; `benchmark` is where each mode starts from nothing.
+processed once, and every mode goes back to its end; `benchmark` is where each mode starts from nothing.
 """
 
 from __future__ import annotations

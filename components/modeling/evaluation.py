@@ -27,15 +27,15 @@ from components.modeling.session import TorchHead
 
 TREE = "tree"
 
-Drafters = Mapping[str, tuple[Drafter, int]]  # by mode, with the drafts of a round at most
+Drafters = Mapping[str, tuple[Drafter, int]]
 _worker: tuple[LiveEvaluator, Drafters] | None = None
 
 
 def all_modes(evaluator: LiveEvaluator, head: MTPHead, policies: Policies, shape: Shape) -> Drafters:
-    """Drafters of the bundle's modes, and of trees of this shape."""
+    """By mode, with its longest chain: drafters of the bundle's modes, and of trees of this shape."""
     paths = {mode: (evaluator.drafter(head, policy), policy.longest) for mode, policy in policies.modes.items()}
     eos_ids = evaluator.session.backbone.card.eos_ids
-    return paths | {TREE: (TreeDrafter(TorchHead(head, evaluator.session), shape, eos_ids), shape.drafts)}
+    return paths | {TREE: (TreeDrafter(TorchHead(head, evaluator.session), shape, eos_ids), shape.longest)}
 
 
 def _start_worker(

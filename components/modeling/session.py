@@ -90,7 +90,7 @@ class TorchBackbone:
                 "the prompt is too long", f"{len(tokens)} tokens for {self._max_length} rows", "shorten the text"
             )
         self.cache = DynamicCache()
-        self._length = 0
+        self._length, self._prompt = 0, None
         self._forward(tokens)
         self.last_logits = self._logits(self.hidden[0, -1:])
         self.keep(len(tokens))

@@ -101,7 +101,7 @@ class OrtBackbone:
             )
         if not tokens:
             raise UserError("the prompt is empty", "0 tokens", "give some text")
-        self._length = 0
+        self._length, self._prompt = 0, None
         binding = self._bind(len(tokens), logit_rows=1)
         self._run(binding, tokens, first_logit=len(tokens) - 1)
         self.last_logits = self._logits_of(1)[0]

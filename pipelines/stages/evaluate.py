@@ -8,7 +8,7 @@ from components.core.host import allowed_cores, host_card
 from components.core.manifest import read_policies
 from components.core.paths import BACKBONE, EVALUATION_REPORT, HEAD, POLICY, PROMPTS, TEMPLATES
 from components.core.progress import Progress
-from components.data.table import read_prompts, read_templates
+from components.data.table import first_of_each_task, read_prompts
 from components.decoding.bootstrap import Bootstrap
 from components.decoding.branching import Shape
 from components.decoding.comparison import check_wiring
@@ -22,9 +22,7 @@ def main() -> None:
     """Write evaluation.json."""
     params = stage_params("evaluate")
     settings, policies = params.evaluate, read_policies(POLICY)
-    test = [prompt for prompt in read_prompts(PROMPTS) if prompt.split == "test"]
-    tasks = list(read_templates(TEMPLATES))
-    chosen = [p for task in tasks for p in [q for q in test if q.task == task][: settings.prompts_per_task]]
+    chosen = first_of_each_task(read_prompts(PROMPTS), "test", settings.prompts_per_task)
     progress, results = Progress("evaluate", len(chosen), "prompts"), {}
     rows, shape = params.runtime.max_length, Shape(**settings.tree.model_dump())
     compared = compare_prompts(chosen, BACKBONE, HEAD, TEMPLATES, rows, policies, shape, allowed_cores())

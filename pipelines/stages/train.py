@@ -18,6 +18,7 @@ from components.core.files import sha256_file, write_json
 from components.core.host import host_card, resolve_threads
 from components.core.paths import ANSWERS, BACKBONE, FEATURES, HEAD, PROMPTS, TEMPLATES, TRAINING_REPORT, WORK
 from components.data.table import read_prompts, read_templates
+from components.modeling import batches, checkpoint, head, losses, parallel_training, schedule, training
 from components.modeling.answers import training_prompts
 from components.modeling.backbone import Backbone, hash_weights, load_backbone
 from components.modeling.features import Sequence, read_shards
@@ -30,9 +31,13 @@ from pipelines.stages.common import stage_params
 RUN_FILE = "mlflow_run.json"
 
 
-def work_folder(head: Strict, train: Strict) -> Path:
-    """Folder of this run's checkpoints; its name changes with data, backbone and parameters."""
-    parts = [sha256_file(ANSWERS), sha256_file(BACKBONE / "source.json"), head.model_dump(), train.model_dump()]
+TRAINING_CODE = (batches, checkpoint, head, losses, parallel_training, schedule, training)
+
+
+def work_folder(shape: Strict, train: Strict) -> Path:
+    """Folder of this run's checkpoints; its name changes with everything that a run must not be resumed across."""
+    files = [ANSWERS, BACKBONE / "source.json", *(Path(str(module.__file__)) for module in TRAINING_CODE)]
+    parts = [[sha256_file(file) for file in files], shape.model_dump(), train.model_dump(), torch.__version__]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     return WORK / f"train-{key}"
 
